@@ -26,3 +26,19 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# The vLLM suite: each real vLLM in an environment of its own, CPU PyTorch, nothing of vLLM patched.
+VLLM_VERSIONS := 0.29.0 0.33.0
+
+test-vllm: $(VLLM_VERSIONS:%=test-vllm-%)
+
+test-vllm-%: .venv-vllm-%/.installed
+	.venv-vllm-$*/bin/pytest -q -m vllm tests/vllm
+
+.venv-vllm-%/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm-$*
+	.venv-vllm-$*/bin/python -m pip install -q -r constraints-vllm.txt -e .
+	.venv-vllm-$*/bin/python -m pip install -q --no-deps vllm==$*
+	@touch $@
+
+.PRECIOUS: .venv-vllm-%/.installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -61,8 +62,11 @@ def _probe(name: str, claims: list[Registration], target: Target, timeout_s: flo
 def _finishes(function: Callable[[], None], timeout_s: float) -> bool:
     # A daemon thread: an import that hangs cannot be ended, but it must not keep this process from ending.
     thread = threading.Thread(target=function, daemon=True, name="hyv4-kvdequant-probe")
+    standard_output = sys.stdout
     thread.start()
     thread.join(timeout_s)
+    # What hangs in an import has standard output redirected for the whole process.
+    sys.stdout = standard_output
     return not thread.is_alive()
 
 

@@ -128,6 +128,12 @@ def find_registration(name: str, origin: str = "the call") -> Registration:
     return claims[name][0]
 
 
+def describe(name: str) -> str:
+    """The backend with its distribution and version; the bare name where nothing registers it (any more)."""
+    claims = registered_backends().get(name, [])
+    return str(claims[0]) if claims else name
+
+
 def load_backend(name: str, origin: str = "the call") -> type[GatherDequantBackend]:
     """Imports the backend registered as `name` and returns its class.
 

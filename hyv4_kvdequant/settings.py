@@ -64,6 +64,18 @@ class Settings(BaseSettings):
         default=None, description="Folder for shadow reports and traces; made if it does not exist."
     )
 
+    shadow_every: Annotated[int, _NotEmpty] = Field(
+        default=1, gt=0, description="In eager mode, compare every Nth call; in a graph, fixed at capture."
+    )
+    trace: Annotated[int, _NotEmpty] = Field(
+        default=0, ge=0, description="Record the first N intercepted calls; with `trace_on_mismatch`, N of those."
+    )
+    trace_on_mismatch: Annotated[bool, _NotEmpty] = Field(
+        default=False, description="Record only calls in which the shadow differs (eager mode)."
+    )
+    trace_queries: Annotated[bool, _NotEmpty] = Field(default=False, description="Record queries too.")
+    trace_mb: Annotated[int, _NotEmpty] = Field(default=256, gt=0, description="Upper bound of all traces, in MiB.")
+
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @classmethod

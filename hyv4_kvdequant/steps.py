@@ -71,6 +71,16 @@ def _with_gaps(blocks: torch.Tensor) -> torch.Tensor:
     return stored
 
 
+def cache_on(step: Step, device: torch.device) -> torch.Tensor:
+    """The step's cache on `device` with the strides it was recorded with; a plain copy would close the gaps."""
+    cache = step.kv_cache
+    if cache.device == device:
+        return cache
+    stride = cache.stride(0) if cache.shape[0] > 1 else cache[:1].numel()
+    memory = torch.zeros(cache.shape[0] * stride, dtype=torch.uint8, device=device)
+    return memory.as_strided(cache.shape, (stride, *cache.stride()[1:])).copy_(cache)
+
+
 def load_step(path: Path) -> Step:
     """Reads a step file whole, or not at all.
 

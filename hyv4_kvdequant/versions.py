@@ -18,3 +18,8 @@ def installed_version(distribution: str) -> str | None:
 def installed_versions() -> dict[str, str | None]:
     """`installed_version` of every library in `LIBRARIES`."""
     return {name: installed_version(name) for name in LIBRARIES}
+
+
+def describe_versions() -> str:
+    """`installed_versions` as one line."""
+    return ", ".join(f"{name} {version or 'not installed'}" for name, version in installed_versions().items())

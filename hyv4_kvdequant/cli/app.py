@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from hyv4_kvdequant.cli import doctor, list_backends, run, verify
+from hyv4_kvdequant.cli import ab, doctor, list_backends, new_backend, run, verify
 
 app = typer.Typer(
     name="hyv4-kvdequant",
@@ -17,3 +17,5 @@ app.command("list")(list_backends.list_command)
 app.command("doctor")(doctor.doctor)
 app.command("verify")(verify.verify)
 app.command("run")(run.run)
+app.add_typer(ab.app, name="ab")
+app.command("new-backend")(new_backend.new_backend)

@@ -14,7 +14,7 @@ from hyv4_kvdequant.cli.console import NOT_RIGHT, DeviceOption, JsonOption, defa
 from hyv4_kvdequant.contract import KVDequantError, Target
 from hyv4_kvdequant.registry import find_registration
 from hyv4_kvdequant.settings import GATE, Settings, load_settings, variable_name
-from hyv4_kvdequant.versions import installed_versions
+from hyv4_kvdequant.versions import describe_versions, installed_versions
 
 PLUGIN_NAME = "hyv4_kvdequant"
 
@@ -102,8 +102,7 @@ def _print(found: Diagnosis, target: Target) -> None:
         for row in _setting_rows(found.settings):
             table.add_row(row["variable"], str(row["value"]), row["source"])
         out.print(table)
-    versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in installed_versions().items())
-    out.print(f"Versions: {versions}", highlight=False)
+    out.print(f"Versions: {describe_versions()}", highlight=False)
     out.print(f"Device: {selector.describe_target(target)}", highlight=False)
     if found.chosen:
         out.print(f"Backend: {found.chosen['registered_by']}, chosen by {found.chosen['because']}", highlight=False)

@@ -19,7 +19,7 @@ from hyv4_kvdequant.probe import probe_backends
 from hyv4_kvdequant.reference import AttentionResult, sparse_attention
 from hyv4_kvdequant.selector import choose_name, get_backend
 from hyv4_kvdequant.settings import load_settings
-from hyv4_kvdequant.steps import Step, load_step
+from hyv4_kvdequant.steps import Step, cache_on, load_step
 from hyv4_kvdequant.testing import expected_rows, rows_equal
 
 T = TypeVar("T")
@@ -63,9 +63,12 @@ def run(
     step = load_step(step_file)
     target = Target.detect(default_device(device), step.layout, block_size=step.kv_cache.shape[1])
     probes = probe_backends(target) if all_backends else []
+    origin = "the command line"
     names = [probe.name for probe in probes if probe.available] if all_backends else backend
-    names = names or [choose_name(load_settings(), target)[0]]
-    reports = [run_step(step, get_backend(name, target, "the command line"), target.device) for name in names]
+    if not names:
+        name, origin = choose_name(load_settings(), target)
+        names = [name]
+    reports = [run_step(step, get_backend(name, target, origin), target.device) for name in names]
     if as_json:
         print_json({"step": str(step_file), "device": str(target.device), "runs": [_as_dict(r) for r in reports]})
     else:
@@ -79,7 +82,7 @@ def run(
 
 def run_step(step: Step, backend: GatherDequantBackend, device: torch.device) -> RunReport:
     """The main job on one step with one backend. Times are of one call after a first that compiles."""
-    kv_cache, slots = step.kv_cache.to(device), step.topk_indices.to(device)
+    kv_cache, slots = cache_on(step, device), step.topk_indices.to(device)
 
     def gather() -> GatherResult:
         width = step.tokens_per_request

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.table import Table
 
 from hyv4_kvdequant.cli.console import NOT_RIGHT, DeviceOption, JsonOption, default_device, err, out, print_json
-from hyv4_kvdequant.contract import Target
+from hyv4_kvdequant.contract import FP8_DS_MLA, Target
 from hyv4_kvdequant.selector import get_backend
-from hyv4_kvdequant.steps import Step, save_step
-from hyv4_kvdequant.testing import CheckResult, run_checks
+from hyv4_kvdequant.steps import Step, cache_on, load_step, save_step
+from hyv4_kvdequant.testing import CASE_CLAUSES, Case, CheckResult, run_checks
 
 _SHOWN_FAILURES = 3
+_LARGEST_SAVED_BYTES = 2**28
 
 
 def verify(
     name: Annotated[str, typer.Argument(help="The backend's registered name.")],
+    *,
     device: DeviceOption = None,
     seed: Annotated[int, typer.Option(help="Seed of every input; a failure is repeated with the same seed.")] = 0,
+    clause: Annotated[
+        list[str] | None, typer.Option(help="Only this clause, by name; repeat for several. Default: all.")
+    ] = None,
+    step: Annotated[
+        Path | None, typer.Option(help="A step file, such as a saved failing input, in place of the inputs made here.")
+    ] = None,
     save_dir: Annotated[
         Path, typer.Option(help="Where failing inputs are saved as step files, made when first needed.")
     ] = Path("hyv4-kvdequant-failures"),
@@ -29,52 +38,94 @@ def verify(
 ) -> None:
     """Runs every clause of the contract; exit status 1 when one does not hold."""
     chosen = default_device(device)
-    backend = get_backend(name, Target.detect(chosen), "the argument NAME")
+    cases = None if step is None else [_case_of(step, chosen)]
+    layout = cases[0].layout if cases else FP8_DS_MLA
+    backend = get_backend(name, Target.detect(chosen, layout), "the argument NAME")
     with err.status(f"verifying {name} on {chosen}, seed {seed}"):
-        results = list(run_checks(backend, chosen, seed))
-    saved = {result.clause: _save(result, name, seed, save_dir) for result in results if result.failing_case}
+        results = list(run_checks(backend, chosen, seed, clauses=clause or None, cases=cases, layout=layout))
+    report = Report(name, str(chosen), seed, step, results, {})
+    if step is None:
+        report.saved.update(_save_failing(report, save_dir))
     if as_json:
-        print_json(_as_dict(name, str(chosen), seed, results, saved))
+        print_json(_as_dict(report))
     else:
-        _print(name, str(chosen), seed, results, saved)
-    if any(result.failures for result in results):
+        _print(report)
+    if not report.ok:
         raise typer.Exit(NOT_RIGHT)
 
 
-def _save(result: CheckResult, name: str, seed: int, folder: Path) -> str:
-    case = result.failing_case
-    assert case is not None
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{case.name}-seed{seed}.safetensors"
-    notes = {"case": case.name, "seed": str(seed), "backend": name, "clause": result.clause}
-    save_step(path, Step(case.kv_cache, case.topk_indices, case.layout, case.tokens_per_request, notes=notes))
-    return str(path)
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found; `saved` maps a clause to the file of its failing input."""
+
+    backend: str
+    device: str
+    seed: int
+    step: Path | None
+    results: list[CheckResult]
+    saved: dict[str, Path]
+
+    @property
+    def ok(self) -> bool:
+        return not any(result.failures for result in self.results)
 
 
-def _as_dict(name: str, device: str, seed: int, results: list[CheckResult], saved: dict[str, str]) -> dict[str, Any]:
+def _case_of(path: Path, device: torch.device) -> Case:
+    step = load_step(path)
+    return Case(path.stem, cache_on(step, device), step.topk_indices.to(device), step.tokens_per_request, step.layout)
+
+
+def _save_failing(report: Report, folder: Path) -> dict[str, Path]:
+    """Saves the first failing input of each clause, unless its cache is too large for a file."""
+    saved = {}
+    for result in report.results:
+        case = result.failing_case
+        if case is None or case.kv_cache.shape[0] * case.kv_cache.stride(0) > _LARGEST_SAVED_BYTES:
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        saved[result.clause] = folder / f"{report.backend}-{result.clause}-{case.name}-seed{report.seed}.safetensors"
+        notes = {"case": case.name, "seed": str(report.seed), "backend": report.backend, "clause": result.clause}
+        step = Step(case.kv_cache, case.topk_indices, case.layout, case.tokens_per_request, notes=notes)
+        save_step(saved[result.clause], step)
+    return saved
+
+
+def _how_to_repeat(report: Report, result: CheckResult) -> str:
+    command = f"hyv4-kvdequant verify {report.backend} --device {report.device}"
+    if result.clause in report.saved and result.clause in [clause.name for clause in CASE_CLAUSES]:
+        return f"input saved; replay it with: {command} --step {report.saved[result.clause]}"
+    repeat = f"{command} --seed {report.seed} --clause {result.clause}"
+    if result.clause in report.saved:
+        return f"last input saved: {report.saved[result.clause]}; repeat all calls with: {repeat}"
+    return f"input not saved; repeat with: {repeat}"
+
+
+def _as_dict(report: Report) -> dict[str, Any]:
     clauses = []
-    for result in results:
-        row = {key: value for key, value in asdict(result).items() if key != "failing_case"}
-        clauses.append({**row, "passed": result.passed, "saved_input": saved.get(result.clause)})
-    ok = not any(result.failures for result in results)
-    return {"backend": name, "device": device, "seed": seed, "ok": ok, "clauses": clauses}
+    for result in report.results:
+        row = {key: value for key, value in vars(result).items() if key not in ("failing_case", "failures")}
+        row["failures"] = [failure._asdict() for failure in result.failures]
+        clauses.append({**row, "passed": result.passed, "saved_input": report.saved.get(result.clause)})
+    about = {"backend": report.backend, "device": report.device, "seed": report.seed, "step": report.step}
+    return {**about, "ok": report.ok, "clauses": clauses}
 
 
-def _print(name: str, device: str, seed: int, results: list[CheckResult], saved: dict[str, str]) -> None:
-    table = Table(title=f"{name} on {device}, seed {seed}", title_justify="left")
+def _print(report: Report) -> None:
+    inputs = f"seed {report.seed}" if report.step is None else f"input {report.step.name}"
+    table = Table(title=f"{report.backend} on {report.device}, {inputs}", title_justify="left")
     table.add_column("clause", overflow="fold")
     table.add_column("result")
-    table.add_column("cases", justify="right")
-    for result in results:
+    table.add_column("inputs", justify="right")
+    for result in report.results:
         mark = "[green]holds[/]" if result.passed else "[red]broken[/]" if result.failures else "not run"
-        table.add_row(result.title, mark, str(result.cases))
+        table.add_row(result.title, mark, str(result.cases) if result.cases else "")
     out.print(table)
-    for result in results:
+    for result in report.results:
         if result.not_run:
             out.print(f"not run: {result.clause}: {result.not_run}", highlight=False, markup=False)
-        for case, problem in result.failures[:_SHOWN_FAILURES]:
-            out.print(f"{result.clause}, case {case}: {problem}", highlight=False, markup=False)
+        for failure in result.failures[:_SHOWN_FAILURES]:
+            out.print(f"{result.clause}: {failure.case}: {failure.problem}", highlight=False, markup=False)
         if len(result.failures) > _SHOWN_FAILURES:
-            out.print(f"{result.clause}: {len(result.failures) - _SHOWN_FAILURES} more cases fail")
-        if result.clause in saved:
-            out.print(f"  input saved: {saved[result.clause]}", highlight=False)
+            out.print(f"{result.clause}: {len(result.failures) - _SHOWN_FAILURES} more inputs fail", highlight=False)
+        if result.failures and report.step is None:
+            out.print(f"  {_how_to_repeat(report, result)}", highlight=False, markup=False, soft_wrap=True)

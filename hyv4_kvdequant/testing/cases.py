@@ -1,7 +1,8 @@
 """Inputs that break kernels: one generator, deterministic under a seed.
 
-Each builder below makes one named `Case`. Caches are filled with random bytes (so every e4m3 byte and many NaN
-occur), tile scales are drawn from `SCALES`, and the memory between blocks is filled with bytes that decode to NaN.
+Each builder below makes one named `Case` of at most about 1000 rows. Caches are filled with random bytes (so every
+e4m3 byte and many NaN occur), half of the tile scales are drawn from `SCALES`, and the memory between blocks is
+filled with bytes that decode to NaN. They hold for every record with e4m3fn values and fp32 scales.
 """
 
 from __future__ import annotations
@@ -9,21 +10,36 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hyv4_kvdequant.contract import FP8_DS_MLA, RecordLayout
 
-# Scales that make ties (odd multiples of 2**-8 next to 1), overflow, subnormal products, and the special values.
-SCALES = (
+IntArray = npt.NDArray[np.int64]
+
+
+def _tie_only_in_fp32(byte_value: float, tie: float, side: float) -> float:
+    """The fp32 scale whose exact product with `byte_value` lies on `side` of `tie`, and whose fp32 product is `tie`."""
+    nearest = np.float32(tie / byte_value)
+    beyond = np.nextafter(nearest, np.float32(side))
+    wanted = [scale for scale in (nearest, beyond) if (float(scale) * byte_value - tie) * (side - tie) > 0]
+    return float(next(scale for scale in wanted if np.float32(byte_value) * scale == np.float32(tie)))
+
+
+# bf16 has 8 bits of precision: next to 1 its neighbours are 2**-7 apart, so odd multiples of 2**-8 are ties.
+SCALES: tuple[float, ...] = (
     1.0,
     1.0 + 2.0**-8,
     1.0 + 3 * 2.0**-8,
     1.0 + 2.0**-8 + 2.0**-20,
     1.0 + 2.0**-8 - 2.0**-20,
     -(1.0 + 5 * 2.0**-8),
+    # Ties that the rounding of the fp32 product makes: a product that skips fp32 rounds the other way.
+    _tie_only_in_fp32(1.125, 1.0 + 2.0**-8, math.inf),
+    _tie_only_in_fp32(1.125, 1.0 + 3 * 2.0**-8, -math.inf),
     0.0123456789,
     3.0 / 448,
     1e38,
@@ -39,13 +55,16 @@ SCALES = (
     -math.inf,
     math.nan,
 )
+"""Tile scales that make ties, overflow and subnormal products, and the special values."""
+
+# Slots that no cache of these cases has, on both sides.
+UNFILLED_SLOTS = (-(2**31), -(2**31) + 1, -64, -2, -1, 2**30, 2**31 - 1)
 _GAP_FILL = 0xFF
-_INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One input of a gather call: `kv_cache` and `topk_indices` as in `GatherCall`, and what it is meant to catch."""
+    """One input of a gather call; `kv_cache` and `topk_indices` are as in `GatherCall`."""
 
     name: str
     kv_cache: torch.Tensor
@@ -79,25 +98,50 @@ def make_cache(
     scales = rng.choice(np.array(SCALES, np.float32), (num_blocks, block_size, layout.num_tiles))
     plain = rng.random(scales.shape) < 0.5
     scales[plain] = rng.lognormal(-4, 2, int(plain.sum())).astype(np.float32)
-    end = layout.scale_offset + 4 * layout.num_tiles
-    blocks[..., layout.scale_offset : end] = scales.astype("<f4").view(np.uint8)
+    blocks[..., layout.scale_offset : layout.scale_offset + 4 * layout.num_tiles] = as_bytes(scales)
     pages = np.full((num_blocks, packed + gap), _GAP_FILL, np.uint8)
     pages[:, :packed] = blocks.reshape(num_blocks, packed)
     memory = torch.from_numpy(pages).to(device)
     return memory.as_strided((num_blocks, block_size, layout.row_bytes), (packed + gap, layout.row_bytes, 1))
 
 
-def _slots(values: object, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(values, np.int64).astype(np.int32)).to(device)
+def as_bytes(scales: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Tile scales (..., num_tiles) as they stand in records: (..., 4 * num_tiles), little endian."""
+    return np.ascontiguousarray(scales.astype("<f4")).view(np.uint8)
 
 
-def _draw(rng: np.random.Generator, num_slots: int, shape: tuple[int, int], unfilled: float = 0.1) -> np.ndarray:
-    slots = rng.integers(0, num_slots, shape)
-    slots[rng.random(shape) < unfilled] = -1
-    return slots
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a builder makes its case from: a random generator of its own, the device, and the record."""
+
+    rng: np.random.Generator
+    device: torch.device
+    layout: RecordLayout = FP8_DS_MLA
+    name: str = ""
+
+    def cache(self, num_blocks: int, block_size: int, gap: int = 0) -> torch.Tensor:
+        return make_cache(self.rng, num_blocks, block_size, gap=gap, layout=self.layout, device=self.device)
+
+    def draw(self, num_slots: int, shape: tuple[int, int], unfilled: float = 0.1) -> IntArray:
+        slots = self.rng.integers(0, num_slots, shape)
+        slots[self.rng.random(shape) < unfilled] = -1
+        return slots
+
+    def draw_shared(self, num_slots: int, shape: tuple[int, int], width: int) -> IntArray:
+        """Slots of which the rows of one request share about 7/8, as the rows of a speculative step do."""
+        common = np.repeat(self.rng.integers(0, num_slots, (shape[0] // width, shape[1])), width, axis=0)
+        slots = np.where(self.rng.random(shape) < 7 / 8, common, self.rng.integers(0, num_slots, shape))
+        slots[self.rng.random(shape) < 0.1] = -1
+        for row in slots:
+            self.rng.shuffle(row)
+        return slots
+
+    def case(self, kv_cache: torch.Tensor, slots: npt.ArrayLike, width: int = 1) -> Case:
+        indices = torch.from_numpy(np.asarray(slots, np.int64).astype(np.int32)).to(self.device)
+        return Case(self.name, kv_cache, indices, width, self.layout)
 
 
-Builder = Callable[[np.random.Generator, torch.device], Case]
+Builder = Callable[[Inputs], Case]
 BUILDERS: dict[str, Builder] = {}
 
 
@@ -106,186 +150,256 @@ def _builder(function: Builder) -> Builder:
     return function
 
 
-@_builder
-def random_slots(rng: np.random.Generator, device: torch.device) -> Case:
-    return Case("", make_cache(rng, 5, 64, device=device), _slots(_draw(rng, 320, (5, 48)), device))
+# --- where records lie ---
 
 
 @_builder
-def block_size_1(rng: np.random.Generator, device: torch.device) -> Case:
-    return Case("", make_cache(rng, 37, 1, device=device), _slots(_draw(rng, 37, (3, 16)), device))
+def random_slots(make: Inputs) -> Case:
+    return make.case(make.cache(5, 64), make.draw(320, (5, 48)))
 
 
 @_builder
-def block_size_16(rng: np.random.Generator, device: torch.device) -> Case:
-    return Case("", make_cache(rng, 7, 16, device=device), _slots(_draw(rng, 112, (3, 16)), device))
+def cache_of_one_slot(make: Inputs) -> Case:
+    return make.case(make.cache(1, 1), [[0, -1, 1], [1, 0, 0]])
 
 
 @_builder
-def block_size_128(rng: np.random.Generator, device: torch.device) -> Case:
-    return Case("", make_cache(rng, 2, 128, device=device), _slots(_draw(rng, 256, (3, 16)), device))
+def block_size_1(make: Inputs) -> Case:
+    return make.case(make.cache(37, 1), make.draw(37, (3, 16)))
 
 
 @_builder
-def block_size_not_a_power_of_two(rng: np.random.Generator, device: torch.device) -> Case:
-    return Case("", make_cache(rng, 5, 48, device=device), _slots(_draw(rng, 240, (3, 16)), device))
+def block_size_16(make: Inputs) -> Case:
+    return make.case(make.cache(7, 16), make.draw(112, (3, 16)))
 
 
 @_builder
-def gaps_between_blocks(rng: np.random.Generator, device: torch.device) -> Case:
-    cache = make_cache(rng, 6, 16, gap=3 * 656, device=device)
-    return Case("", cache, _slots(_draw(rng, 96, (4, 32)), device))
+def block_size_128(make: Inputs) -> Case:
+    return make.case(make.cache(2, 128), make.draw(256, (3, 16)))
 
 
 @_builder
-def gaps_that_are_not_whole_records(rng: np.random.Generator, device: torch.device) -> Case:
-    cache = make_cache(rng, 6, 16, gap=100, device=device)
-    return Case("", cache, _slots(_draw(rng, 96, (4, 32)), device))
+def block_size_not_a_power_of_two(make: Inputs) -> Case:
+    return make.case(make.cache(5, 48), make.draw(240, (3, 16)))
 
 
 @_builder
-def block_edges_and_last_slot(rng: np.random.Generator, device: torch.device) -> Case:
+def gaps_between_blocks(make: Inputs) -> Case:
+    return make.case(make.cache(6, 16, gap=3 * make.layout.row_bytes), make.draw(96, (4, 32)))
+
+
+@_builder
+def gaps_that_are_not_whole_records(make: Inputs) -> Case:
+    """Records are then 4-byte aligned and no more."""
+    return make.case(make.cache(6, 16, gap=100), make.draw(96, (4, 32)))
+
+
+@_builder
+def block_edges_and_last_slot(make: Inputs) -> Case:
     edges = [slot for block in range(4) for slot in (block * 64, block * 64 + 63)]
-    return Case("", make_cache(rng, 4, 64, gap=656, device=device), _slots([edges, edges[::-1]], device))
+    return make.case(make.cache(4, 64, gap=make.layout.row_bytes), [edges, edges[::-1]])
+
+
+# --- what records hold ---
 
 
 @_builder
-def every_e4m3_byte(rng: np.random.Generator, device: torch.device) -> Case:
-    cache = make_cache(rng, 2, 64, device=device)
-    every = torch.arange(256, dtype=torch.uint8, device=device)
-    cache[..., :256] = every
-    cache[..., 256:512] = every
-    ties = np.resize(np.array(SCALES, np.float32), (2, 64, 4)).astype("<f4")
-    cache[..., 512:528] = torch.from_numpy(ties.view(np.uint8).copy()).to(device)
-    return Case("", cache, _slots(np.arange(128).reshape(4, 32), device))
+def every_e4m3_byte(make: Inputs) -> Case:
+    """All 256 bytes under all of `SCALES`, in every tile."""
+    cache, layout = make.cache(2, 64), make.layout
+    num_records = 128
+    values = np.resize(np.arange(256, dtype=np.uint8), layout.nope_dim)
+    # The second half of the records has the bytes half a table further, so that each byte meets each scale.
+    nope = np.where(np.arange(num_records)[:, None] < 64, values, np.roll(values, 128))
+    tiles = np.arange(num_records)[:, None] + np.arange(layout.num_tiles)
+    scales = as_bytes(np.array(SCALES, np.float32)[tiles % len(SCALES)])
+    for offset, part in ((layout.nope_offset, nope), (layout.scale_offset, scales)):
+        part_bytes = torch.from_numpy(part.reshape(2, 64, -1)).to(make.device)
+        cache[..., offset : offset + part.shape[1]] = part_bytes
+    return make.case(cache, np.arange(num_records).reshape(4, 32))
 
 
 @_builder
-def rope_keeps_every_bit(rng: np.random.Generator, device: torch.device) -> Case:
-    cache = make_cache(rng, 2, 16, device=device)
-    # Quiet and signalling NaN with payloads, infinities, subnormals, both zeros.
-    odd = np.resize(np.array([0x7FC1, 0x7F81, 0xFFFF, 0x7F80, 0xFF80, 0x0001, 0x8000, 0x3F80], "<u2"), (64,))
-    cache[..., 528:656] = torch.from_numpy(odd.view(np.uint8).copy()).to(device)
-    return Case("", cache, _slots(_draw(rng, 32, (2, 16)), device))
+def rope_keeps_every_bit(make: Inputs) -> Case:
+    """Quiet and signalling NaN with payloads, infinities, subnormals and both zeros."""
+    cache, layout = make.cache(2, 16), make.layout
+    odd = np.array([0x7FC1, 0x7F81, 0xFFFF, 0xFF81, 0x7F80, 0xFF80, 0x0001, 0x8000, 0x807F, 0x3F80], "<u2")
+    rope = torch.from_numpy(np.resize(odd, layout.rope_dim).view(np.uint8).copy()).to(make.device)
+    cache[..., layout.rope_offset : layout.rope_offset + 2 * layout.rope_dim] = rope
+    return make.case(cache, make.draw(32, (2, 16)))
 
 
 @_builder
-def all_unfilled(rng: np.random.Generator, device: torch.device) -> Case:
-    return Case("", make_cache(rng, 2, 64, device=device), _slots(np.full((3, 20), -1), device))
+def nan_in_records_nobody_selected(make: Inputs) -> Case:
+    """Slot 0 is one of them: what reads it in place of an unfilled slot must still write zero bits."""
+    cache = make.cache(4, 16)
+    cache[::2] = _GAP_FILL
+    return make.case(cache, make.rng.choice([*range(16, 32), *range(48, 64), -1, -1, -1], (4, 24)))
+
+
+# --- which slots are selected ---
 
 
 @_builder
-def one_filled(rng: np.random.Generator, device: torch.device) -> Case:
+def all_unfilled(make: Inputs) -> Case:
+    return make.case(make.cache(2, 64), np.full((3, 20), -1))
+
+
+@_builder
+def one_filled(make: Inputs) -> Case:
     slots = np.full((2, 33), -1)
     slots[1, 32] = 127
-    return Case("", make_cache(rng, 2, 64, device=device), _slots(slots, device))
+    return make.case(make.cache(2, 64), slots)
 
 
 @_builder
-def out_of_range_on_both_sides(rng: np.random.Generator, device: torch.device) -> Case:
-    odd = [-1, -2, -64, _INT32_MIN, 96, 97, 160, 2**30, _INT32_MAX, 0, 95, 1]
-    # Blocks of a larger cache: what lies past the last block is memory of ours, and decodes to numbers.
-    cache = make_cache(rng, 12, 16, device=device)[3:9]
-    return Case("", cache, _slots([odd, odd[::-1]], device))
+def short_context(make: Inputs) -> Case:
+    """Filled entries first, then -1 to the end of each row; a different number of them in each."""
+    slots = make.draw(128, (5, 40), unfilled=0)
+    for token, filled in enumerate((0, 1, 17, 39, 40)):
+        slots[token, filled:] = -1
+    return make.case(make.cache(2, 64), slots)
 
 
 @_builder
-def nan_in_records_nobody_selected(rng: np.random.Generator, device: torch.device) -> Case:
-    cache = make_cache(rng, 4, 16, device=device)
-    cache[::2] = _GAP_FILL
-    slots = rng.choice([*range(16, 32), *range(48, 64), -1, -1, -1], (4, 24))
-    return Case("", cache, _slots(slots, device))
+def out_of_range_on_both_sides(make: Inputs) -> Case:
+    """Blocks of a larger cache: what lies on both sides is memory of ours, and decodes to numbers."""
+    odd = [*UNFILLED_SLOTS, 96, 97, 160, 0, 95, 1]
+    return make.case(make.cache(12, 16)[3:9], [odd, odd[::-1]])
 
 
 @_builder
-def duplicate_slots(rng: np.random.Generator, device: torch.device) -> Case:
-    return Case("", make_cache(rng, 2, 64, device=device), _slots(rng.integers(0, 3, (4, 40)), device))
+def duplicate_slots(make: Inputs) -> Case:
+    return make.case(make.cache(2, 64), make.rng.integers(0, 3, (4, 40)))
+
+
+# --- shapes ---
 
 
 @_builder
-def topk_not_a_power_of_two(rng: np.random.Generator, device: torch.device) -> Case:
-    return Case("", make_cache(rng, 2, 64, device=device), _slots(_draw(rng, 128, (7, 37)), device))
+def topk_not_a_power_of_two(make: Inputs) -> Case:
+    return make.case(make.cache(2, 64), make.draw(128, (7, 37)))
 
 
 @_builder
-def topk_1(rng: np.random.Generator, device: torch.device) -> Case:
-    return Case("", make_cache(rng, 2, 64, device=device), _slots(_draw(rng, 128, (9, 1), 0.3), device))
+def topk_1(make: Inputs) -> Case:
+    return make.case(make.cache(2, 64), make.draw(128, (9, 1), unfilled=0.3))
 
 
 @_builder
-def no_tokens(rng: np.random.Generator, device: torch.device) -> Case:
-    return Case("", make_cache(rng, 1, 64, device=device), _slots(np.zeros((0, 16)), device))
+def no_tokens(make: Inputs) -> Case:
+    return make.case(make.cache(1, 64), np.zeros((0, 16)))
 
 
 @_builder
-def no_topk(rng: np.random.Generator, device: torch.device) -> Case:
-    return Case("", make_cache(rng, 1, 64, device=device), _slots(np.zeros((4, 0)), device))
-
-
-def _shared_by_request(rng: np.random.Generator, num_slots: int, shape: tuple[int, int], width: int) -> np.ndarray:
-    """Slots of which the rows of one request share about 7/8, as the rows of a speculative step do."""
-    common = np.repeat(rng.integers(0, num_slots, (shape[0] // width, shape[1])), width, axis=0)
-    own = rng.integers(0, num_slots, shape)
-    slots = np.where(rng.random(shape) < 7 / 8, common, own)
-    slots[rng.random(shape) < 0.1] = -1
-    for row in slots:
-        rng.shuffle(row)
-    return slots
+def no_topk(make: Inputs) -> Case:
+    return make.case(make.cache(1, 64), np.zeros((4, 0)))
 
 
 @_builder
-def width_2(rng: np.random.Generator, device: torch.device) -> Case:
-    slots = _shared_by_request(rng, 256, (6, 24), 2)
-    return Case("", make_cache(rng, 4, 64, device=device), _slots(slots, device), tokens_per_request=2)
+def many_rows(make: Inputs) -> Case:
+    return make.case(make.cache(3, 64), make.draw(192, (3, 341)))
+
+
+# --- request widths ---
 
 
 @_builder
-def width_4(rng: np.random.Generator, device: torch.device) -> Case:
-    slots = _shared_by_request(rng, 256, (12, 24), 4)
-    return Case("", make_cache(rng, 4, 64, gap=1312, device=device), _slots(slots, device), tokens_per_request=4)
+def width_2(make: Inputs) -> Case:
+    return make.case(make.cache(4, 64), make.draw_shared(256, (6, 24), 2), width=2)
 
 
 @_builder
-def width_4_requests_without_common_slots(rng: np.random.Generator, device: torch.device) -> Case:
-    """Every request draws from a range of its own, so that a row found in a neighbouring request is wrong."""
-    slots = rng.integers(0, 32, (12, 16)) + 32 * np.repeat(np.arange(3), 4)[:, None]
-    return Case("", make_cache(rng, 2, 64, device=device), _slots(slots, device), tokens_per_request=4)
+def width_3(make: Inputs) -> Case:
+    return make.case(make.cache(4, 16), make.draw_shared(64, (9, 17), 3), width=3)
 
 
 @_builder
-def more_rows_than_one_pass(rng: np.random.Generator, device: torch.device) -> Case:
-    return Case("", make_cache(rng, 3, 64, device=device), _slots(_draw(rng, 192, (3, 341)), device))
+def width_4(make: Inputs) -> Case:
+    slots = make.draw_shared(256, (12, 24), 4)
+    return make.case(make.cache(4, 64, gap=2 * make.layout.row_bytes), slots, width=4)
 
 
-def make_cases(seed: int = 0, device: torch.device | str = "cpu") -> Iterator[Case]:
-    """Every named case, deterministic under `seed` (each case has a generator of its own)."""
+@_builder
+def width_4_with_an_empty_request(make: Inputs) -> Case:
+    slots = make.draw_shared(128, (12, 16), 4)
+    slots[4:8] = -1
+    slots[:, 5] = make.rng.choice([*UNFILLED_SLOTS, 128], 12)
+    return make.case(make.cache(2, 64), slots, width=4)
+
+
+@_builder
+def width_4_requests_without_common_slots(make: Inputs) -> Case:
+    """Every request draws from a range of its own, so that a row found for a neighbouring request is wrong."""
+    slots = make.rng.integers(0, 32, (12, 16)) + 32 * np.repeat(np.arange(3), 4)[:, None]
+    return make.case(make.cache(2, 64), slots, width=4)
+
+
+@_builder
+def width_2_slots_that_differ_in_high_bits(make: Inputs) -> Case:
+    """A hash table of up to 256 buckets sees one bucket."""
+    slots = 256 * make.rng.integers(0, 5, (4, 8)) + 7
+    return make.case(make.cache(81, 16), slots, width=2)
+
+
+def make_cases(seed: int = 0, device: torch.device | str = "cpu", layout: RecordLayout = FP8_DS_MLA) -> Iterator[Case]:
+    """Every named case, deterministic under `seed` (each case has a generator of its own).
+
+    Shapes, strides and request widths do not depend on the seed; slots and records do.
+    """
     for name in BUILDERS:
-        yield make_case(name, seed, device)
+        yield make_case(name, seed, device, layout)
 
 
-def make_case(name: str, seed: int = 0, device: torch.device | str = "cpu") -> Case:
+def make_case(name: str, seed: int = 0, device: torch.device | str = "cpu", layout: RecordLayout = FP8_DS_MLA) -> Case:
     """The case of one builder."""
     rng = np.random.default_rng([seed, *name.encode()])
-    case = BUILDERS[name](rng, torch.device(device))
-    return Case(name, case.kv_cache, case.topk_indices, case.tokens_per_request, case.layout)
+    return BUILDERS[name](Inputs(rng, torch.device(device), layout, name))
 
 
-def make_large_case(seed: int = 0, device: torch.device | str = "cpu", *, past: int = 2**31) -> Case:
-    """A cache whose last slots lie past byte offset `past`. On a CPU it is a sparse file: only touched pages exist."""
-    layout = FP8_DS_MLA
-    rng = np.random.default_rng([seed, past])
-    num_blocks = past // (64 * layout.row_bytes) + 3
-    size = num_blocks * 64 * layout.row_bytes
-    if torch.device(device).type == "cpu":
-        with tempfile.NamedTemporaryFile() as file:
-            file.truncate(size)
-            memory = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
-    else:
-        memory = torch.zeros(size, dtype=torch.uint8, device=device)
-    cache = memory.view(num_blocks, 64, layout.row_bytes)
-    filled = torch.tensor([0, 1, num_blocks - 3, num_blocks - 2, num_blocks - 1])
-    cache[filled.to(cache.device)] = make_cache(rng, len(filled), 64, device=device)
-    candidates = (filled[:, None] * 64 + torch.arange(64)).flatten().numpy()
-    slots = rng.choice(candidates, (4, 16))
-    slots[0, 0], slots[3, 3] = num_blocks * 64 - 1, num_blocks * 64
-    return Case(f"offsets_past_{past}", cache, _slots(slots, torch.device(device)))
+# --- caches past 2**31 bytes; made only where they are asked for ---
+
+
+def make_large_cases(
+    seed: int = 0, device: torch.device | str = "cpu", layout: RecordLayout = FP8_DS_MLA
+) -> Iterator[Case]:
+    """Caches with slots past byte offset 2**31 (packed) and 2**32 (one layer's pages far apart in a shared pool).
+
+    On a CPU a cache is a sparse file, of which only touched pages exist.
+    """
+    packed = 64 * layout.row_bytes
+    shapes = {
+        "packed_past_2_gib": (2**31 // packed + 3, packed),
+        # 96 MiB apart: block * stride passes 2**31 where slot * row_bytes is still small.
+        "gapped_past_4_gib": (44, 96 * 2**20),
+    }
+    for name, (num_blocks, stride) in shapes.items():
+        rng = np.random.default_rng([seed, *name.encode()])
+        yield _large_case(Inputs(rng, torch.device(device), layout, name), num_blocks, stride)
+
+
+def _large_case(make: Inputs, num_blocks: int, stride: int) -> Case:
+    shape = (num_blocks, 64, make.layout.row_bytes)
+    memory = _memory((num_blocks - 1) * stride + 64 * make.layout.row_bytes, make.device)
+    cache = memory.as_strided(shape, (stride, make.layout.row_bytes, 1))
+    # Of the packed cache's blocks, 0 and 1024 hold slots that are equal modulo 2**16.
+    blocks = sorted({0, 1, min(1024, num_blocks // 2), num_blocks - 3, num_blocks - 2, num_blocks - 1})
+    cache[torch.tensor(blocks, device=make.device)] = make.cache(len(blocks), 64)
+    slots = make.rng.choice([64 * block + position for block in blocks for position in range(64)], (4, 24))
+    slots[0, :4] = (num_blocks * 64 - 1, num_blocks * 64, 64 * blocks[2], 0)
+    slots[1, :2] = (0, 64 * blocks[2])
+    return make.case(cache, slots, width=2)
+
+
+def _memory(size: int, device: torch.device) -> torch.Tensor:
+    """`size` bytes of any content."""
+    if device.type != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    with tempfile.NamedTemporaryFile() as file:
+        file.truncate(size)
+        return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+
+
+def width_1(case: Case) -> Case:
+    """The same call for requests of one query row each."""
+    return replace(case, tokens_per_request=1)

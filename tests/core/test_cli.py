@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import PluginFolder, backend_source
+from plugin_folder import PluginFolder, backend_source
 from safetensors.torch import load_file, save_file
 
 GATE = "VLLM_HCU_HYV4_FP8_KV_DEQUANT"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from conftest import PluginFolder, backend_source
+from plugin_folder import PluginFolder, backend_source
 
 import hyv4_kvdequant as h
 from hyv4_kvdequant import registry

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import PluginFolder, backend_source
+from plugin_folder import PluginFolder, backend_source
 
 import hyv4_kvdequant as h
 from hyv4_kvdequant.selector import PLATFORM_DEFAULTS, choose_name, get_backend

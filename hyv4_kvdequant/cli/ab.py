@@ -1,0 +1,169 @@
+"""`hyv4-kvdequant ab`: merge shadow reports into a verdict, and replay traces with two backends."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from hyv4_kvdequant.ab.plot import plot_replay, plot_report
+from hyv4_kvdequant.ab.replay import RUNS, Evidence, ReplayedCall, bootstrap_ratio, replay
+from hyv4_kvdequant.ab.report import Verdict, merge, read_reports
+from hyv4_kvdequant.cli.console import NOT_RIGHT, DeviceOption, JsonOption, default_device, err, out, print_json
+from hyv4_kvdequant.contract import ConfigurationError, Target
+from hyv4_kvdequant.selector import get_backend
+
+app = typer.Typer(help="A/B two backends: reports of a shadow, replay of traces.", no_args_is_help=True)
+PlotOption = Annotated[Path | None, typer.Option("--plot", help="Also draw it, into this file.")]
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="The folder of the reports.")],
+    run: Annotated[str | None, typer.Option(help="A run's id. Default: the run updated last.")] = None,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Merges all ranks of a run into a verdict; exit status 1 on any mismatch, or when nothing was compared."""
+    verdict = merge(read_reports(folder), run)
+    if plot is not None:
+        plot_report(verdict, plot)
+    if as_json:
+        print_json(_verdict_dict(verdict))
+    else:
+        _print_verdict(verdict)
+    if not verdict.ok:
+        raise typer.Exit(NOT_RIGHT)
+
+
+def _verdict_dict(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "run_id": verdict.run_id,
+        "ok": verdict.ok,
+        "total": asdict(verdict.total),
+        "layers": {name: asdict(counters) for name, counters in verdict.layers.items()},
+        "ranks": [asdict(rank) for rank in verdict.ranks],
+    }
+
+
+def _print_verdict(verdict: Verdict) -> None:
+    first = verdict.ranks[0]
+    table = Table(title=f"Run {verdict.run_id}: {first.shadow} beside {first.primary}", title_justify="left")
+    for column in ("layer", "calls", "rows", "rows differ", "elements", "ULP", "indices"):
+        table.add_column(column, justify="left" if column == "layer" else "right", overflow="fold")
+    for name, counters in [*verdict.layers.items(), ("all", verdict.total)]:
+        numbers = (
+            counters.calls,
+            counters.rows_compared,
+            counters.rows_differ,
+            counters.elements_differ,
+            counters.largest_ulp,
+            counters.index_disagreements,
+        )
+        table.add_row(name, *(f"{number:,}" for number in numbers), end_section=name != "all")
+    out.print(table)
+    for rank in verdict.ranks:
+        _print_rank(rank)
+    for name, counters in verdict.layers.items():
+        if counters.first is not None:
+            out.print(f"first mismatch in {name}: {counters.first}", highlight=False, markup=False)
+    agree = "[green]the backends agree[/]" if verdict.ok else "[red]not safe: see above[/]"
+    out.print(f"Verdict: {agree}" if verdict.total.calls else "Verdict: [red]nothing was compared[/]")
+
+
+def _print_rank(rank: Any) -> None:
+    graphs = ", ".join(
+        f"{tokens} tokens {'compared' if on else 'not compared'}" for tokens, on in rank.captured.items()
+    )
+    state = "ended in order" if rank.finished else "last state of a process that is running or was killed"
+    out.print(
+        f"rank {rank.rank} on {rank.device}: {state}; eager calls compared: every {rank.every}; "
+        f"in graphs: {graphs or 'none captured'}",
+        highlight=False,
+        markup=False,
+    )
+    for error in rank.errors:
+        out.print(f"rank {rank.rank}: the shadow was switched off: {error}", highlight=False, markup=False)
+
+
+@app.command("replay")
+def replay_command(  # noqa: PLR0917 - options of a command, given by name
+    traces: Annotated[list[Path], typer.Argument(help="Recorded calls (step files).")],
+    a: Annotated[str, typer.Option("--a", help="One backend.")],
+    b: Annotated[str, typer.Option("--b", help="The other.")],
+    device: DeviceOption = None,
+    runs: Annotated[int, typer.Option(min=0, help="Timed pairs of runs a call; 0 compares only.")] = RUNS,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Both backends on recorded calls, in turn; exit status 1 when they differ."""
+    if a == b:
+        raise ConfigurationError(f"--a and --b are both {a!r}; comparing a backend with itself proves nothing.")
+    chosen = default_device(device)
+    target = Target.detect(chosen)
+    backends = get_backend(a, target, "--a"), get_backend(b, target, "--b")
+    with err.status(f"replaying {len(traces)} calls on {chosen}"):
+        calls = list(replay(traces, *backends, chosen, runs=runs))
+    if plot is not None and runs:
+        plot_replay(calls, (a, b), plot)
+    if as_json:
+        print_json(_replay_dict(calls, a, b, str(chosen)))
+    else:
+        _print_replay(calls, a, b, str(chosen))
+    if any(call.counters.mismatches for call in calls):
+        raise typer.Exit(NOT_RIGHT)
+
+
+def _ratios(calls: list[ReplayedCall]) -> dict[str, Any]:
+    modes = calls[0].times if calls else {}
+    return {mode: asdict(bootstrap_ratio([call.ratio(mode) for call in calls])) for mode in modes}
+
+
+def _replay_dict(calls: list[ReplayedCall], a: str, b: str, device: str) -> dict[str, Any]:
+    ok = not any(call.counters.mismatches for call in calls)
+    rows = [
+        {
+            "trace": call.trace,
+            "layer": call.layer,
+            "counters": asdict(call.counters),
+            "evidence": asdict(call.evidence) if call.evidence else None,
+            "ratio": {mode: call.ratio(mode) for mode in call.times},
+        }
+        for call in calls
+    ]
+    return {"a": a, "b": b, "device": device, "ok": ok, "ratio": _ratios(calls), "calls": rows}
+
+
+def _print_replay(calls: list[ReplayedCall], a: str, b: str, device: str) -> None:
+    modes = list(calls[0].times) if calls else []
+    table = Table(title=f"{a} (A) against {b} (B) on {device}", title_justify="left")
+    for column in ("call", "layer", "rows", "differ", *(f"A/B {mode}" for mode in modes)):
+        table.add_column(column, justify="left" if column in ("call", "layer") else "right", overflow="fold")
+    for call in calls:
+        ratios = (f"{call.ratio(mode):.3f}" for mode in modes)
+        counters = call.counters
+        table.add_row(call.trace, call.layer, f"{counters.rows_compared:,}", f"{counters.mismatches:,}", *ratios)
+    out.print(table)
+    for mode, ratio in _ratios(calls).items():
+        out.print(
+            f"{mode}: A takes {ratio['median']:.3f} times B's time (95 % interval {ratio['low']:.3f} to "
+            f"{ratio['high']:.3f}, {len(calls)} calls)",
+            highlight=False,
+        )
+    for call in calls:
+        if call.evidence is not None:
+            _print_evidence(call.trace, call.evidence, a, b)
+
+
+def _print_evidence(trace: str, evidence: Evidence, a: str, b: str) -> None:
+    out.print(f"{trace}: first mismatch at slot {evidence.slot}, element {evidence.element}", highlight=False)
+    if evidence.element < 0:
+        out.print(f"  index of {a}: {evidence.a}, of {b}: {evidence.b}", highlight=False)
+    else:
+        expected = "unknown" if evidence.expected is None else f"{evidence.expected:#06x}"
+        bits = f"  {a}: {evidence.a:#06x}   {b}: {evidence.b:#06x}   expected: {expected}"
+        out.print(bits, highlight=False)
+    out.print(f"  record: {evidence.record}", highlight=False, soft_wrap=True)

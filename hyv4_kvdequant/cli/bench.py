@@ -1,0 +1,136 @@
+"""`hyv4-kvdequant bench`: what backends cost on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import Progress
+from rich.table import Table
+
+from hyv4_kvdequant.bench.gather import FLOOR, GatherShape, Measurement, count_measurements, measure_gather
+from hyv4_kvdequant.bench.timing import RUNS
+from hyv4_kvdequant.cli.console import DeviceOption, JsonOption, default_device, err, out, print_json
+from hyv4_kvdequant.contract import ConfigurationError, GatherDequantBackend, Target
+from hyv4_kvdequant.probe import probe_backends
+from hyv4_kvdequant.selector import get_backend
+from hyv4_kvdequant.versions import describe_versions, installed_versions
+
+app = typer.Typer(invoke_without_command=True)
+
+
+@app.callback()
+def bench(
+    context: typer.Context,
+    *,
+    tokens: Annotated[str, typer.Option(help="Query token counts, comma-separated.")] = "1,4,16,64,256",
+    topk: Annotated[int, typer.Option(help="Selected slots a query token.")] = 2048,
+    context_slots: Annotated[int, typer.Option("--context", help="Slots that the selected ones come from.")] = 131072,
+    cache_slots: Annotated[int, typer.Option(help="Slots of the cache.")] = 2**20,
+    width: Annotated[int, typer.Option(help="Request width; rows of a request share 7/8 of their slots.")] = 1,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Backend by name; repeat for several. Default: all that serve the device.")
+    ] = None,
+    device: DeviceOption = None,
+    runs: Annotated[int, typer.Option(help="Runs of each measurement; fewer where they take over 3 seconds.")] = RUNS,
+    plot: Annotated[Path | None, typer.Option(help="Also draw time against tokens into this file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Times gather + dequantize with cold caches, beside a device copy of the same bytes (the floor)."""
+    if context.invoked_subcommand is not None:
+        return
+    where = default_device(device)
+    shapes = [GatherShape(count, topk, context_slots, cache_slots, width) for count in _counts(tokens)]
+    backends = _backends(backend, Target.detect(where, block_size=64, topk=topk, packed=True))
+    measurements = _measure(backends, shapes, where, runs)
+    if plot is not None:
+        from hyv4_kvdequant.bench.plot import plot_gather
+
+        plot_gather(measurements, plot, f"gather + dequantize on {_device_name(where)}\n{_describe(shapes[0])}")
+    if as_json:
+        print_json(_as_dict(measurements, shapes[0], where))
+        return
+    modes = list(dict.fromkeys(one.mode for one in measurements))
+    for mode in modes:
+        out.print(_table([one for one in measurements if one.mode == mode], _TITLES[mode]))
+    out.print(f"Device: {_device_name(where)}; {_describe(shapes[0])}", highlight=False)
+    out.print(f"Versions: {describe_versions()}", highlight=False)
+
+
+_TITLES = {
+    "graph": "replay of a graph that holds the call",
+    "eager": "eager call on an idle device, its launch included",
+}
+
+
+def _counts(tokens: str) -> list[int]:
+    try:
+        return [int(count) for count in tokens.split(",")]
+    except ValueError as error:
+        raise ConfigurationError(f"--tokens {tokens}: expected whole numbers and commas, such as 1,4,16.") from error
+
+
+def _backends(names: list[str] | None, target: Target) -> list[GatherDequantBackend]:
+    names = names or [probe.name for probe in probe_backends(target) if probe.available]
+    if not names:
+        raise ConfigurationError(f"No backend serves {target.device}; `hyv4-kvdequant list` shows why.")
+    return [get_backend(name, target, "--backend") for name in names]
+
+
+def _measure(
+    backends: list[GatherDequantBackend], shapes: list[GatherShape], device: torch.device, runs: int
+) -> list[Measurement]:
+    measurements = []
+    with Progress(console=err, transient=True) as progress:
+        task = progress.add_task("measuring", total=count_measurements(backends, shapes, device))
+        for one in measure_gather(backends, shapes, device, runs):
+            measurements.append(one)
+            progress.update(task, advance=1, description=f"{one.backend}, {one.num_tokens} tokens, {one.mode}")
+    return measurements
+
+
+def _table(measurements: list[Measurement], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("backend")
+    for column in ("tokens", "median µs", "10 % to 90 %", "GB/s", "of the copy", "runs"):
+        table.add_column(column, justify="right")
+    for one in measurements:
+        time = one.timing
+        table.add_row(
+            f"{FLOOR} (floor)" if one.backend == FLOOR else one.backend,
+            str(one.num_tokens),
+            f"{time.median_us:.1f}",
+            f"{time.p10_us:.1f} to {time.p90_us:.1f}",
+            f"{one.gb_per_s:.1f}",
+            f"{one.of_floor:.2f}",
+            str(time.runs),
+        )
+    return table
+
+
+def _as_dict(measurements: list[Measurement], shape: GatherShape, device: torch.device) -> dict[str, Any]:
+    rows = []
+    for one in measurements:
+        row = {key: value for key, value in asdict(one).items() if key != "timing"}
+        rows.append({**row, **one.timing._asdict()})
+    return {
+        "device": str(device),
+        "device_name": _device_name(device),
+        "versions": installed_versions(),
+        "measured": _describe(shape),
+        "measurements": rows,
+    }
+
+
+def _describe(shape: GatherShape) -> str:
+    return (
+        f"record {shape.layout.name}, topk {shape.topk}, context {shape.context} of {shape.num_slots} slots, "
+        f"request width {shape.tokens_per_request}, caches cold"
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

@@ -1,0 +1,324 @@
+"""What an intercepted attention call does, whatever the host: plan, gather, dequantize, remap, attend, in chunks."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hyv4_kvdequant.ab.shadow import Shadow, make_shadow
+from hyv4_kvdequant.ab.trace import Recorder, make_recorder
+from hyv4_kvdequant.contract import FP8_DS_MLA, ConfigurationError, GatherCall, RecordLayout, Target
+from hyv4_kvdequant.gather import run_call
+from hyv4_kvdequant.hosts.workspace import Workspace
+from hyv4_kvdequant.plans.choice import BatchSizes, Segment, choose_segments
+from hyv4_kvdequant.plans.chunks import chunk_bounds, plan_workspace, sparse_wave
+from hyv4_kvdequant.plans.remap import ContextTables, build_tables, remap_slots
+from hyv4_kvdequant.registry import describe
+from hyv4_kvdequant.selector import choose_name, describe_target, get_backend
+from hyv4_kvdequant.settings import Settings, variable_name
+from hyv4_kvdequant.validation import validate_cache
+
+logger = logging.getLogger(__name__)
+
+# Wider "requests" are short prompts that arrive as one decode; grouping them gains nothing.
+MAX_REQUEST_WIDTH = 16
+
+AttentionPart = tuple[torch.Tensor, "torch.Tensor | None"]
+SparseAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], AttentionPart]
+Scratch = Callable[[int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What a host knows when its attention layers are built.
+
+    Attributes:
+        device: the worker's device.
+        topk: selected slots a token.
+        block_size: slots in a page of the cache.
+        max_tokens: most query tokens in a batch.
+        rank: this worker's rank, for reports.
+        run_id: names this run in reports, the same on all ranks; None has one made up.
+        layout: the cache's record.
+    """
+
+    device: torch.device
+    topk: int
+    block_size: int
+    max_tokens: int
+    rank: int = 0
+    run_id: str | None = None
+    layout: RecordLayout = FP8_DS_MLA
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What the host knows of a batch on the CPU, and its block table; makes the context plan possible.
+
+    Attributes:
+        sizes: query and context lengths.
+        block_table: (num_requests, max_blocks) int32 on the device.
+        block_rows: slots in a block.
+        block_pages: pages from one block's start to the next one's.
+    """
+
+    sizes: BatchSizes
+    block_table: torch.Tensor
+    block_rows: int
+    block_pages: int
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One intercepted call, flattened to tokens.
+
+    Attributes:
+        query: (num_tokens, num_heads, row_dim) bf16.
+        kv_cache: (num_pages, block_size, row_bytes) uint8 or fp8.
+        topk_indices: (num_tokens, topk) int32, global slots.
+        tokens_per_request: request width; 1 for a ragged batch.
+        layer: the layer's name.
+        shares_indices: the host says that this layer selects what the layer before it selected.
+        step: the host's object for this step, the same for all its layers; None when there is none.
+        batch: what is known of the batch; None when nothing is.
+    """
+
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    topk_indices: torch.Tensor
+    tokens_per_request: int
+    layer: str
+    shares_indices: bool = False
+    step: Any = None
+    batch: Batch | None = None
+
+
+class Intercept:
+    """Serves every layer of one device: one backend, one workspace, and the shadow where there is one."""
+
+    def __init__(self, settings: Settings, facts: HostFacts) -> None:
+        """Resolves backend and shadow and sizes the workspace; raises what would be wrong while serving.
+
+        Raises:
+            ConfigurationError: a setting contradicts another, or the workspace cannot be.
+            BackendError: a backend cannot be had.
+        """
+        self.settings, self.facts = settings, facts
+        self.target = Target.detect(facts.device, facts.layout, block_size=facts.block_size, topk=facts.topk)
+        name, origin = choose_name(settings, self.target)
+        self.backend = get_backend(name, self.target, origin)
+        self.shadow: Shadow | None = make_shadow(self.backend, settings, self.target, facts.rank, facts.run_id)
+        self.recorder: Recorder | None = make_recorder(self.backend, settings, facts.rank, facts.run_id)
+        copies = 1 if self.shadow is None else 2
+        wave = sparse_wave(facts.device)
+        self.plan = plan_workspace(
+            settings.workspace_mb, facts.topk, facts.max_tokens, wave, facts.layout, copies=copies
+        )
+        self.workspace = Workspace(self.plan.rows, copies, facts.layout)
+        self.plans_taken: Counter[str] = Counter()
+        self._mapping: torch.Tensor | None = None
+        # The step objects themselves, not their ids, which a later step's object may be given again.
+        self._mapping_step: Any = None
+        self._tables_step: Any = None
+        self._tables: dict[Segment, ContextTables] = {}
+        self._check_memory()
+        self._log_choice(origin)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the workspace, to be reserved while the host plans memory."""
+        return self.workspace.nbytes
+
+    def _check_memory(self) -> None:
+        if self.facts.device.type != "cuda":
+            return
+        total = torch.cuda.get_device_properties(self.facts.device).total_memory
+        if self.workspace_bytes > total:
+            raise ConfigurationError(
+                f"{variable_name('workspace_mb')} is {self.settings.workspace_mb}, more than the "
+                f"{total // 2**20} MiB of {self.facts.device}. What to do: lower it."
+            )
+
+    def _log_choice(self, origin: str) -> None:
+        settings = ", ".join(
+            f"{field}={getattr(self.settings, field)} ({self.settings.source(field)})"
+            for field in type(self.settings).model_fields
+        )
+        logger.info(
+            "HY V4 fp8 KV dequantization is on: backend %s, chosen by %s, for %s; workspace %.0f MiB, "
+            "%d tokens of %d slots at a time. Settings: %s",
+            describe(self.backend.name),
+            origin,
+            describe_target(self.target),
+            self.workspace_bytes / 2**20,
+            self.plan.chunk_tokens,
+            self.facts.topk,
+            settings,
+        )
+
+    def keep_mappings(self) -> None:
+        """Makes room for one step's index mapping, so that layers that share an indexer can reuse it.
+
+        Called while layers are built, and only for a model that has such layers: (max_tokens, topk) int32.
+        """
+        if self._mapping is None:
+            shape = (self.facts.max_tokens, self.facts.topk)
+            self._mapping = torch.empty(shape, dtype=torch.int32, device=self.facts.device)
+
+    def attend(self, call: AttentionCall, attention: SparseAttention, scratch: Scratch) -> AttentionPart:
+        """Dequantizes what `call` selected and attends over it.
+
+        Args:
+            call: the intercepted call.
+            attention: the host's BF16 sparse kernel: (query, compact_kv, compact_indices) of a chunk to
+                (out (tokens, heads, nope_dim) bf16, lse (tokens, heads) fp32 or None).
+            scratch: gives `workspace_bytes` bytes of the workspace, (bytes,) uint8, valid for this call.
+
+        Returns:
+            Output and LSE of all tokens, as `attention` returns them for a chunk.
+        """
+        call = replace(call, kv_cache=validate_cache(call.kv_cache, self.facts.layout))
+        work = _Work(self, call, attention, scratch(self.workspace_bytes), self._may_reuse(call))
+        for segment in self._segments(call):
+            self.plans_taken[segment.plan] += 1
+            work.attend_segment(segment)
+        return work.result()
+
+    def _segments(self, call: AttentionCall) -> list[Segment]:
+        num_tokens = call.query.shape[0]
+        everything = [Segment("slot", 0, 1, 0, num_tokens)]
+        batch = call.batch
+        # A captured graph is replayed on batches whose contexts nobody knows yet.
+        if batch is None or sum(batch.sizes.query_lens) != num_tokens or _capturing(call.query):
+            return everything
+        segments = choose_segments(batch.sizes, self.facts.topk, self.plan.rows, self.facts.layout)
+        if len(segments) > 1 or segments[0].plan != "slot":
+            logger.debug("%s: %s", call.layer, segments)
+            return segments
+        return everything
+
+    def _may_reuse(self, call: AttentionCall) -> bool:
+        """Whether `_mapping` holds this step's mapping; afterwards it does, whoever made it."""
+        if self._mapping is None or call.step is None:
+            return False
+        same = call.shares_indices and self._mapping_step is call.step
+        self._mapping_step = call.step
+        return same
+
+    def mapping_rows(self, start: int, stop: int) -> torch.Tensor | None:
+        """The kept mapping of tokens [start, stop), or None where none is kept."""
+        if self._mapping is None or stop > self._mapping.shape[0]:
+            return None
+        return self._mapping[start:stop]
+
+    def tables(self, call: AttentionCall, segment: Segment) -> ContextTables:
+        """The context tables of a segment; made by a step's first layer, used by all."""
+        batch = call.batch
+        assert batch is not None
+        if call.step is None or self._tables_step is not call.step:
+            self._tables = {}
+            self._tables_step = call.step
+        if segment not in self._tables:
+            rows = batch.sizes.context_rows[segment.first : segment.last]
+            self._tables[segment] = build_tables(
+                batch.block_table[segment.first : segment.last],
+                [count // batch.block_rows for count in rows],
+                cache_pages=call.kv_cache.shape[0],
+                pages_per_block=batch.block_rows // call.kv_cache.shape[1],
+                page_stride=batch.block_pages,
+            )
+        return self._tables[segment]
+
+
+class _Work:
+    """One call on its way through the workspace."""
+
+    def __init__(
+        self, intercept: Intercept, call: AttentionCall, attention: SparseAttention, memory: torch.Tensor, reuse: bool
+    ) -> None:
+        self.intercept, self.call, self.attention, self.reuse = intercept, call, attention, reuse
+        self.buffers = intercept.workspace.carve(memory)
+        self.num_tokens = call.query.shape[0]
+        self.out: torch.Tensor | None = None
+        self.lse: torch.Tensor | None = None
+
+    def attend_segment(self, segment: Segment) -> None:
+        if segment.plan == "slot":
+            self._per_slot(segment)
+        else:
+            self._per_context(segment)
+
+    def _per_slot(self, segment: Segment) -> None:
+        intercept, call = self.intercept, self.call
+        width = call.tokens_per_request
+        tokens = segment.stop - segment.start
+        if width > min(MAX_REQUEST_WIDTH, intercept.plan.chunk_tokens) or tokens % width:
+            width = 1
+        for first, last in chunk_bounds(tokens, intercept.plan, width):
+            start, stop = segment.start + first, segment.start + last
+            slots = call.topk_indices[start:stop].contiguous()
+            kv, indices = self.buffers[0].views(slots.shape)
+            kept = intercept.mapping_rows(start, stop)
+            gather = GatherCall(
+                call.kv_cache,
+                slots,
+                kv,
+                indices if kept is None else kept,
+                intercept.facts.layout,
+                width,
+                self.reuse and kept is not None,
+            )
+            self._gather(gather, call.query[start:stop])
+            self._put(start, stop, self.attention(call.query[start:stop], kv, gather.compact_indices))
+
+    def _per_context(self, segment: Segment) -> None:
+        intercept, call = self.intercept, self.call
+        tables = intercept.tables(call, segment)
+        kv, row_numbers = self.buffers[0].views(tables.slots.shape)
+        self._gather(GatherCall(call.kv_cache, tables.slots, kv, row_numbers, intercept.facts.layout), None)
+        for first, last in chunk_bounds(segment.stop - segment.start, intercept.plan, 1):
+            start, stop = segment.start + first, segment.start + last
+            slots = call.topk_indices[start:stop].contiguous()
+            kept = intercept.mapping_rows(start, stop)
+            # The gather's own row numbers have served; their memory holds the remapped indices now.
+            indices = self.buffers[0].indices[: slots.numel()].view(slots.shape) if kept is None else kept
+            if kept is None or not self.reuse:
+                remap_slots(slots, tables.row_of_page, indices)
+            self._put(start, stop, self.attention(call.query[start:stop], kv, indices))
+
+    def _gather(self, gather: GatherCall, query: torch.Tensor | None) -> None:
+        intercept, layer = self.intercept, self.call.layer
+        run_call(intercept.backend, gather)
+        evidence = None
+        if intercept.shadow is not None:
+            shadow_kv, shadow_indices = self.buffers[1].views(gather.topk_indices.shape)
+            row = intercept.shadow.layer_index(layer)
+            evidence = intercept.shadow.observe(gather, shadow_kv, shadow_indices, row)
+        if intercept.recorder is not None:
+            intercept.recorder.record(gather, layer, query, evidence)
+
+    def _put(self, start: int, stop: int, part: AttentionPart) -> None:
+        """Keeps a chunk's result. A chunk's own output is padded to the kernel's heads, so it is copied and freed."""
+        out, lse = part
+        if (start, stop) == (0, self.num_tokens):
+            self.out, self.lse = out, lse
+            return
+        if self.out is None:
+            self.out = out.new_empty((self.num_tokens, *out.shape[1:]))
+            self.lse = None if lse is None else lse.new_empty((self.num_tokens, *lse.shape[1:]))
+        self.out[start:stop] = out
+        if self.lse is not None and lse is not None:
+            self.lse[start:stop] = lse
+
+    def result(self) -> AttentionPart:
+        assert self.out is not None
+        return self.out, self.lse
+
+
+def _capturing(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,338 @@
+"""Mainline vLLM 0.29.0 to 0.33.0: everything that depends on its code.
+
+Read beside `vllm/models/hy_v4/nvidia/flashmla_sparse.py` (the class we intercept), `.../attention.py` (which builds
+it) and `vllm/v1/attention/backends/mla/flashmla_sparse.py` (its base). There, with an fp8 cache, every call of the
+fp8 kernel goes through one method:
+
+    _fp8_flash_mla_kernel(self, q, kv_c_and_k_pe_cache, topk_indices, kernel_metadata) -> (out, lse)
+
+    q             (b, s, heads, 576) bf16: (1, T, ...) in mixed batch, (num_decodes, query_len, ...) in decode
+    topk_indices  (b, s, topk) int32, global slots, -1 where unfilled
+    out           (b, s, heads, 512) bf16
+    lse           (b, heads, s) fp32, natural log, without the sink
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hyv4_kvdequant.contract import ConfigurationError, HostError
+from hyv4_kvdequant.hosts.hooking import check_method, find_class, on_import, wrap
+from hyv4_kvdequant.hosts.intercept import AttentionCall, Batch, HostFacts, Intercept, SparseAttention
+from hyv4_kvdequant.plans.choice import BatchSizes
+from hyv4_kvdequant.settings import ADDITIONAL_CONFIG_KEY, GATE, load_settings
+
+IMPL_MODULE = "vllm.models.hy_v4.nvidia.flashmla_sparse"
+IMPL_CLASS = "HYV4FlashMLASparseImpl"
+BACKEND_CLASS = "HYV4FlashMLASparseBackend"
+ATTENTION_MODULE = "vllm.models.hy_v4.nvidia.attention"
+ATTENTION_CLASS = "HYV4MLAAttention"
+
+KERNEL_PARAMETERS = ("self", "q", "kv_c_and_k_pe_cache", "topk_indices", "kernel_metadata")
+BF16_PARAMETERS = ("self", "q", "kv_c_and_k_pe_cache", "topk_indices")
+FORWARD_PARAMETERS = ("self", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")
+MIXED_PARAMETERS = ("self", "q", "kv_c_and_k_pe_cache", "topk_indices", "attn_metadata")
+NOPE_DIM = 512  # values of an output row, the fp8 kernel's head_dim_v
+PAGE_SIZE = 64  # slots; the fp8 kernel is always given pages of 64
+SERVED_CACHE_DTYPES = ("fp8_ds_mla", "fp8")  # the second is vLLM's alias, until it makes it the first
+
+_STATE = "_hyv4_kvdequant_layer"
+
+
+def install() -> None:
+    """Hooks the two modules, whenever they are imported."""
+    on_import(IMPL_MODULE, hook_impl)
+    on_import(ATTENTION_MODULE, hook_attention)
+
+
+def hook_impl(module: ModuleType) -> None:
+    """Replaces the fp8 kernel call of the class; HostError when the class is not the one we know."""
+    owner = find_class(module, IMPL_CLASS)
+    check_method(module, owner, "_fp8_flash_mla_kernel", KERNEL_PARAMETERS)
+    check_method(module, owner, "_bf16_flash_mla_kernel", BF16_PARAMETERS)
+    check_method(module, owner, "forward_mqa", FORWARD_PARAMETERS)
+    check_method(module, owner, "_forward_fp8_kv_mixed_batch", MIXED_PARAMETERS)
+    wrap(owner, "__init__", init_layer)
+    wrap(owner, "forward_mqa", _remember_layer)
+    wrap(owner, "_forward_fp8_kv_mixed_batch", _remember_batch)
+    wrap(owner, "_fp8_flash_mla_kernel", _replace_kernel)
+    _with_sizes(find_class(module, BACKEND_CLASS))
+
+
+def hook_attention(module: ModuleType) -> None:
+    """Makes a layer that would attend without our class stop the start-up, instead of serving unintercepted."""
+    owner = find_class(module, ATTENTION_CLASS)
+    wrap(owner, "__init__", _check_layer)
+
+
+# --- building layers ---
+
+
+@dataclass
+class LayerState:
+    """What we keep with one attention object."""
+
+    intercept: Intercept
+    name: str
+    shares_indices: bool = False
+
+
+_intercepts: dict[tuple[object, ...], Intercept] = {}
+_layer_count = 0
+
+
+def init_layer(wrapped: Any, impl: Any, args: Any, kwargs: Any) -> None:
+    """Builds an attention object and makes it ready; raises what would be wrong while serving."""
+    cache_dtype = _argument("kv_cache_dtype", 6, args, kwargs)
+    if cache_dtype not in SERVED_CACHE_DTYPES:
+        raise ConfigurationError(
+            f"{GATE} is on, but the KV cache dtype is {cache_dtype!r}; the intercept dequantizes 'fp8_ds_mla' caches "
+            f"only.\nWhat to do: pass --kv-cache-dtype fp8_ds_mla, or unset {GATE}."
+        )
+    wrapped(*args, **kwargs)
+    layer_state(impl)
+
+
+def _argument(name: str, position: int, args: Any, kwargs: Any) -> Any:
+    return kwargs[name] if name in kwargs else args[position]
+
+
+def layer_state(impl: Any) -> LayerState:
+    """The state of an attention object; made on first use: its backend resolved and the workspace reserved."""
+    state = getattr(impl, _STATE, None)
+    if state is None:
+        state = _make_state(impl)
+        setattr(impl, _STATE, state)
+    return state
+
+
+def _make_state(impl: Any) -> LayerState:
+    global _layer_count  # noqa: PLW0603
+    config = _vllm_config()
+    additional = getattr(config, "additional_config", None) or {}
+    ours = additional.get(ADDITIONAL_CONFIG_KEY, {}) if isinstance(additional, dict) else {}
+    settings = load_settings(ours)
+    facts = _host_facts(impl, config)
+    key = (settings.model_dump_json(), facts)
+    if key not in _intercepts:
+        _intercepts[key] = Intercept(settings, facts)
+    intercept = _intercepts[key]
+    _reserve(impl, intercept.workspace_bytes)
+    _layer_count += 1
+    return LayerState(intercept, f"layer.{_layer_count - 1}")
+
+
+def _shares_indices(state: LayerState) -> None:
+    state.shares_indices = True
+    state.intercept.keep_mappings()
+
+
+def _vllm_config() -> Any:
+    from vllm.config import get_current_vllm_config
+
+    return get_current_vllm_config()
+
+
+def _host_facts(impl: Any, config: Any) -> HostFacts:
+    buffer = impl.topk_indices_buffer
+    if buffer is None:
+        raise HostError(f"{IMPL_CLASS} was built without a topk_indices_buffer; sparse attention cannot run without.")
+    if getattr(config.parallel_config, "enable_dbo", False):
+        raise HostError(
+            f"{GATE} is on together with dual-batch overlap, whose second micro-batch would need a workspace of its "
+            f"own. What to do: leave out --enable-dbo, or unset {GATE}."
+        )
+    return HostFacts(
+        device=buffer.device,
+        topk=buffer.shape[-1],
+        block_size=PAGE_SIZE,
+        max_tokens=config.scheduler_config.max_num_batched_tokens,
+        rank=_rank(),
+        # vLLM gives every engine a short random name, which its workers share.
+        run_id=getattr(config, "instance_id", None) or None,
+    )
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _check_layer(wrapped: Any, attention: Any, args: Any, kwargs: Any) -> None:
+    wrapped(*args, **kwargs)
+    if not getattr(attention, "is_sparse", False):
+        return
+    impl = attention.mla_attn.impl
+    state = getattr(impl, _STATE, None)
+    if state is None:
+        raise HostError(
+            f"{GATE} is on, but a sparse layer of HY V4 attends through {type(impl).__module__}.{type(impl).__name__}, "
+            f"which the intercept does not serve.\nWhat to do: let vLLM choose {IMPL_CLASS} (attention backend "
+            f"FLASHMLA_SPARSE, KV cache dtype fp8_ds_mla), or unset {GATE}."
+        )
+    state.name = getattr(attention.mla_attn, "layer_name", state.name)
+    if getattr(attention, "skip_topk", False):
+        _shares_indices(state)
+
+
+# --- workspace ---
+
+
+def _host_specs(impl: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """What the host itself takes from the shared workspace while our call is running (its query lies there)."""
+    specs = getattr(impl, "workspace_specs", None)
+    if specs is not None:
+        return list(specs)
+    # 0.29.0 keeps views instead of shapes.
+    views = [getattr(impl, name, None) for name in ("q_concat_buffer", "prefill_bf16_workspace")]
+    return [(tuple(view.shape), view.dtype) for view in views if view is not None]
+
+
+def _scratch(impl: Any, nbytes: int) -> torch.Tensor:
+    from vllm.v1.worker.workspace import current_workspace_manager
+
+    manager = current_workspace_manager()
+    views: list[torch.Tensor] = manager.get_simultaneous(*_host_specs(impl), ((nbytes,), torch.uint8))
+    return views[-1]
+
+
+def _reserve(impl: Any, nbytes: int) -> None:
+    """Grows vLLM's shared workspace at model load, before the KV cache is sized."""
+    from vllm.v1.worker.workspace import current_workspace_manager
+
+    specs = _host_specs(impl)
+    views = current_workspace_manager().get_simultaneous(*specs, ((nbytes,), torch.uint8))
+    # 0.29.0 holds on to views made before the workspace grew; moving them lets the old memory go.
+    for name, view in zip(("q_concat_buffer", "prefill_bf16_workspace"), views[: len(specs)], strict=False):
+        if isinstance(getattr(impl, name, None), torch.Tensor):
+            setattr(impl, name, view)
+
+
+# --- batches ---
+
+
+def _with_sizes(backend: type[Any]) -> None:
+    """Has the metadata builder of HY V4's attention backend keep the batch's sizes, which it gets on the CPU."""
+    builder = backend.get_builder_cls()
+
+    class SizedBuilder(builder):  # type: ignore[misc,valid-type]
+        """vLLM's builder; its metadata also has `hyv4_kvdequant_lens`: query and context lengths of each request."""
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            metadata.hyv4_kvdequant_lens = _lens(common_attn_metadata)
+            return metadata
+
+    SizedBuilder.__name__, SizedBuilder.__qualname__ = builder.__name__, builder.__qualname__
+    backend.get_builder_cls = staticmethod(lambda: SizedBuilder)
+
+
+def _lens(common: Any) -> tuple[list[int], list[int]] | None:
+    """Query lengths, and context lengths (upper bounds), of a batch; None where the host has none on the CPU."""
+    bounds = getattr(common, "seq_lens_cpu_upper_bound", None)
+    if bounds is None:
+        return None
+    starts = common.query_start_loc_cpu.tolist()
+    return [stop - start for start, stop in pairwise(starts)], bounds.tolist()
+
+
+def batch_of(impl: Any, metadata: Any, kv_cache: torch.Tensor) -> Batch | None:
+    """The batch of a mixed-batch call, from what the metadata holds on the CPU.
+
+    Args:
+        impl: the attention object; its DCP size decides how much of a context lies on this rank.
+        metadata: the step's FlashMLASparseMetadata.
+        kv_cache: (num_blocks, block_size, row_bytes), the layer's cache before it is cut into pages.
+    """
+    lens = getattr(metadata, "hyv4_kvdequant_lens", None)
+    if lens is None:
+        return None
+    query_lens, context_lens = lens
+    block_rows = metadata.block_size
+    ranks, interleave = getattr(impl, "dcp_world_size", 1), metadata.cp_kv_cache_interleave_size
+    most = metadata.block_table.shape[1]
+    blocks = [min(most, -(-(-(-length // (ranks * interleave)) * interleave) // block_rows)) for length in context_lens]
+    sizes = BatchSizes(tuple(query_lens), tuple(count * block_rows for count in blocks))
+    block_pages = kv_cache.stride(0) // (PAGE_SIZE * kv_cache.shape[-1]) if block_rows > PAGE_SIZE else 1
+    return Batch(sizes, metadata.block_table, block_rows, block_pages)
+
+
+# --- serving ---
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is known around a kernel call: the step's metadata, and the batch where it is a mixed one."""
+
+    metadata: Any = None
+    mixed: bool = False
+    batch: Batch | None = None
+
+
+_NO_STEP = _Step()
+_step: ContextVar[_Step] = ContextVar("hyv4_kvdequant_step")
+
+
+def _remember_layer(wrapped: Any, impl: Any, args: Any, kwargs: Any) -> Any:
+    state = layer_state(impl)
+    name = getattr(_argument("layer", 3, args, kwargs), "layer_name", None)
+    if name is not None:
+        state.name = name
+    return _within(_Step(_argument("attn_metadata", 2, args, kwargs)), wrapped, args, kwargs)
+
+
+def _remember_batch(wrapped: Any, impl: Any, args: Any, kwargs: Any) -> Any:
+    metadata = _argument("attn_metadata", 3, args, kwargs)
+    batch = batch_of(impl, metadata, _argument("kv_c_and_k_pe_cache", 1, args, kwargs))
+    return _within(_Step(metadata, mixed=True, batch=batch), wrapped, args, kwargs)
+
+
+def _within(step: _Step, wrapped: Any, args: Any, kwargs: Any) -> Any:
+    token = _step.set(step)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        _step.reset(token)
+
+
+def _replace_kernel(wrapped: Any, impl: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return replace_kernel(impl, args, kwargs, impl._bf16_flash_mla_kernel)
+
+
+def replace_kernel(
+    impl: Any, args: Any, kwargs: Any, attention: SparseAttention
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The fp8 kernel call's stand-in: same arguments, same shapes out (see the module's table)."""
+    q = _argument("q", 0, args, kwargs)
+    topk_indices = _argument("topk_indices", 2, args, kwargs)
+    state, step = layer_state(impl), _step.get(_NO_STEP)
+    batch, length, heads, width = q.shape
+    call = AttentionCall(
+        query=q.reshape(batch * length, heads, width),
+        kv_cache=_argument("kv_c_and_k_pe_cache", 1, args, kwargs),
+        topk_indices=topk_indices.reshape(batch * length, topk_indices.shape[-1]),
+        tokens_per_request=_request_width(step, batch, length),
+        layer=state.name,
+        shares_indices=state.shares_indices,
+        step=step.metadata,
+        batch=step.batch,
+    )
+    if batch * length == 0:
+        return q.new_empty((batch, length, heads, NOPE_DIM)), q.new_empty((batch, heads, length), dtype=torch.float32)
+    out, lse = state.intercept.attend(call, attention, lambda nbytes: _scratch(impl, nbytes))
+    lse = None if lse is None else lse.view(batch, length, heads).transpose(1, 2)
+    return out.view(batch, length, heads, -1), lse
+
+
+def _request_width(step: _Step, batch: int, length: int) -> int:
+    """Query rows of one request: the decode shape tells; in mixed batch the metadata, if the batch is uniform."""
+    if not step.mixed:
+        return length
+    width: int = step.metadata.max_query_len
+    uniform = width > 0 and step.metadata.num_reqs * width == step.metadata.num_actual_tokens
+    return width if uniform and length % width == 0 else 1

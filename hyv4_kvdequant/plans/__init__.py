@@ -1,0 +1,1 @@
+"""How a step gathers: every selected slot (`slot`), or each context slot once (`context`); and in what chunks."""

@@ -1,0 +1,5 @@
+"""Waits for something that never comes."""
+
+import threading
+
+threading.Event().wait()

@@ -1,0 +1,1 @@
+"""Part of the stand-in for vllm_hcu; see hcu_sparse.py."""
