@@ -17,6 +17,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/tools/compile_triton.py
 	$(BIN)/python tests/tools/check_wheel.py
 
 $(INSTALLED): pyproject.toml constraints.txt

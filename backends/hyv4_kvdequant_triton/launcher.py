@@ -30,6 +30,8 @@ class Launcher:
         # Triton's barrier promises to order memory, not only threads, on NVIDIA and in the interpreter.
         self.can_dedup = on_nvidia or INTERPRETED
         self._num_processors = _num_processors(target.device)
+        if not INTERPRETED:
+            triton.runtime.driver.active.get_current_target()  # Triton builds its driver now, not in the first call
         self._compiled_distinct: set[tuple[object, ...]] = set()
         self._numerics = {
             "NATIVE_E4M3": on_nvidia and target.capability is not None and target.capability >= NATIVE_E4M3_CAPABILITY,

@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-from hyv4_kvdequant.bench.timing import RUNS, Timing, time_eager, time_graph
 from hyv4_kvdequant.contract import FP8_DS_MLA, ConfigurationError, GatherCall, GatherDequantBackend, RecordLayout
 from hyv4_kvdequant.gather import run_call
+from hyv4_kvdequant.timing import RUNS, Timing, time_eager, time_graph, time_once
 
 FLOOR = "copy"
 """The name under which the floor stands among the backends."""
@@ -69,7 +69,9 @@ class GatherShape:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One timing. `mode` is `graph` or `eager`; `of_floor` is the median over the floor's median in that mode."""
+    """One timing. `mode` is `graph`, `eager`, or `first` for a backend's first call in this process, compilation
+    included; `of_floor` is the median over the floor's median in that mode (in `eager` for a first call).
+    """
 
     backend: str
     num_tokens: int
@@ -84,11 +86,11 @@ def measure_gather(
 ) -> Iterator[Measurement]:
     """Times each backend and the floor on each shape; yields them as they are done, the floor first.
 
-    Each is timed eagerly, and on a GPU in a graph too where the backend is `graph_safe`. Inputs are the same in
-    every run of the benchmark. All shapes have the same cache.
+    Each is timed eagerly, and on a GPU in a graph too where the backend is `graph_safe`; before that comes one first
+    call a backend. Inputs are the same in every run of the benchmark. All shapes have the same cache.
     """
     generator = torch.Generator(device).manual_seed(0)
-    kv_cache = _make_cache(shapes[0], device, generator)
+    kv_cache = make_cache(shapes[0].num_slots, shapes[0].layout, device, generator)
     for shape in shapes:
         call = make_call(shape, kv_cache, generator)
         source = torch.ones(shape.num_bytes // 2, dtype=torch.uint8, device=device)
@@ -99,6 +101,9 @@ def measure_gather(
             floors[mode] = timing.median_us
             yield _measurement(FLOOR, shape, mode, timing, floors[mode])
         for backend in backends:
+            if shape is shapes[0]:
+                timing = time_once(partial(run_call, backend, call), device)
+                yield _measurement(backend.name, shape, "first", timing, floors["eager"])
             for mode, time_in_mode in _modes(device, backend.features.graph_safe):
                 timing = time_in_mode(partial(run_call, backend, call), device, runs)
                 yield _measurement(backend.name, shape, mode, timing, floors[mode])
@@ -107,7 +112,7 @@ def measure_gather(
 def count_measurements(backends: Sequence[GatherDequantBackend], shapes: Sequence[object], device: torch.device) -> int:
     """How many measurements `measure_gather` will yield."""
     modes = [len(_modes(device, graph_safe=True)), *(len(_modes(device, one.features.graph_safe)) for one in backends)]
-    return len(shapes) * sum(modes)
+    return len(backends) + len(shapes) * sum(modes)
 
 
 def _modes(device: torch.device, graph_safe: bool) -> list[tuple[str, TimeInMode]]:
@@ -120,11 +125,11 @@ def _measurement(backend: str, shape: GatherShape, mode: str, timing: Timing, fl
     return Measurement(backend, shape.num_tokens, mode, timing, rate, timing.median_us / floor_us)
 
 
-def _make_cache(shape: GatherShape, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    layout = shape.layout
-    size = (shape.num_slots, layout.row_bytes)
+def make_cache(num_slots: int, layout: RecordLayout, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """Random records with scales in [0.5, 1.5): (num_slots / 64, 64, row_bytes) uint8."""
+    size = (num_slots, layout.row_bytes)
     records = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
-    scales = torch.rand((shape.num_slots, layout.num_tiles), device=device, generator=generator) + 0.5
+    scales = torch.rand((num_slots, layout.num_tiles), device=device, generator=generator) + 0.5
     scale_bytes = scales.to(layout.scale_dtype).view(torch.uint8)
     records[:, layout.scale_offset : layout.scale_offset + scale_bytes.shape[1]] = scale_bytes
     return records.view(-1, _BLOCK_SIZE, layout.row_bytes)

@@ -21,7 +21,7 @@ def plot_gather(measurements: Sequence[Measurement], path: Path, title: str) -> 
         raise ConfigurationError(
             "--plot needs matplotlib, which is not installed. Install it with: pip install 'hyv4-kvdequant[bench]'"
         ) from error
-    modes = list(dict.fromkeys(one.mode for one in measurements))
+    modes = list(dict.fromkeys(one.mode for one in measurements if one.mode != "first"))
     figure = Figure(figsize=(6.4 * len(modes), 4.8), layout="constrained")
     figure.suptitle(title, fontsize="small")
     for axes, mode in zip(figure.subplots(1, len(modes), squeeze=False)[0], modes, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from hyv4_kvdequant.cli import ab, doctor, list_backends, new_backend, run, verify
+from hyv4_kvdequant.cli import ab, bench, doctor, list_backends, new_backend, run, verify
 
 app = typer.Typer(
     name="hyv4-kvdequant",
@@ -18,4 +18,5 @@ app.command("doctor")(doctor.doctor)
 app.command("verify")(verify.verify)
 app.command("run")(run.run)
 app.add_typer(ab.app, name="ab")
+app.add_typer(bench.app, name="bench")
 app.command("new-backend")(new_backend.new_backend)

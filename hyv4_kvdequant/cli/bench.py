@@ -12,14 +12,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from hyv4_kvdequant.bench.gather import FLOOR, GatherShape, Measurement, count_measurements, measure_gather
-from hyv4_kvdequant.bench.timing import RUNS
-from hyv4_kvdequant.cli.console import DeviceOption, JsonOption, default_device, err, out, print_json
+from hyv4_kvdequant.cli.bench_prefill import bench_prefill
+from hyv4_kvdequant.cli.console import DeviceOption, JsonOption, default_device, device_name, err, out, print_json
 from hyv4_kvdequant.contract import ConfigurationError, GatherDequantBackend, Target
 from hyv4_kvdequant.probe import probe_backends
 from hyv4_kvdequant.selector import get_backend
+from hyv4_kvdequant.timing import RUNS
 from hyv4_kvdequant.versions import describe_versions, installed_versions
 
 app = typer.Typer(invoke_without_command=True)
+app.command("prefill")(bench_prefill)
 
 
 @app.callback()
@@ -49,20 +51,21 @@ def bench(
     if plot is not None:
         from hyv4_kvdequant.bench.plot import plot_gather
 
-        plot_gather(measurements, plot, f"gather + dequantize on {_device_name(where)}\n{_describe(shapes[0])}")
+        plot_gather(measurements, plot, f"gather + dequantize on {device_name(where)}\n{_describe(shapes[0])}")
     if as_json:
         print_json(_as_dict(measurements, shapes[0], where))
         return
     modes = list(dict.fromkeys(one.mode for one in measurements))
     for mode in modes:
         out.print(_table([one for one in measurements if one.mode == mode], _TITLES[mode]))
-    out.print(f"Device: {_device_name(where)}; {_describe(shapes[0])}", highlight=False)
+    out.print(f"Device: {device_name(where)}; {_describe(shapes[0])}", highlight=False)
     out.print(f"Versions: {describe_versions()}", highlight=False)
 
 
 _TITLES = {
     "graph": "replay of a graph that holds the call",
     "eager": "eager call on an idle device, its launch included",
+    "first": "a backend's first call in this process, compilation included where the compiler's cache has nothing",
 }
 
 
@@ -95,15 +98,15 @@ def _measure(
 def _table(measurements: list[Measurement], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("backend")
-    for column in ("tokens", "median µs", "10 % to 90 %", "GB/s", "of the copy", "runs"):
-        table.add_column(column, justify="right")
+    for column in ("tokens", "median µs", "10-90 %", "GB/s", "of copy", "runs"):
+        table.add_column(column, justify="right", no_wrap=True)
     for one in measurements:
         time = one.timing
         table.add_row(
             f"{FLOOR} (floor)" if one.backend == FLOOR else one.backend,
             str(one.num_tokens),
             f"{time.median_us:.1f}",
-            f"{time.p10_us:.1f} to {time.p90_us:.1f}",
+            f"{time.p10_us:.1f}-{time.p90_us:.1f}",
             f"{one.gb_per_s:.1f}",
             f"{one.of_floor:.2f}",
             str(time.runs),
@@ -118,7 +121,7 @@ def _as_dict(measurements: list[Measurement], shape: GatherShape, device: torch.
         rows.append({**row, **one.timing._asdict()})
     return {
         "device": str(device),
-        "device_name": _device_name(device),
+        "device_name": device_name(device),
         "versions": installed_versions(),
         "measured": _describe(shape),
         "measurements": rows,
@@ -130,7 +133,3 @@ def _describe(shape: GatherShape) -> str:
         f"record {shape.layout.name}, topk {shape.topk}, context {shape.context} of {shape.num_slots} slots, "
         f"request width {shape.tokens_per_request}, caches cold"
     )
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

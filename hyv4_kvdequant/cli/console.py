@@ -41,3 +41,8 @@ def default_device(device: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(f"--device {device}: PyTorch cannot use it here ({error}). Try cpu.") from error
     return chosen
+
+
+def device_name(device: torch.device) -> str:
+    """What a benchmark's numbers belong to."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

@@ -125,6 +125,8 @@ class Intercept:
         # The step objects themselves, not their ids, which a later step's object may be given again.
         self._mapping_step: Any = None
         self._tables_step: Any = None
+        self._segments_step: Any = None
+        self._step_segments: list[Segment] = []
         self._tables: dict[Segment, ContextTables] = {}
         self._check_memory()
         self._log_choice(origin)
@@ -196,11 +198,13 @@ class Intercept:
         # A captured graph is replayed on batches whose contexts nobody knows yet.
         if batch is None or sum(batch.sizes.query_lens) != num_tokens or _capturing(call.query):
             return everything
-        segments = choose_segments(batch.sizes, self.facts.topk, self.plan.rows, self.facts.layout)
-        if len(segments) > 1 or segments[0].plan != "slot":
-            logger.debug("%s: %s", call.layer, segments)
-            return segments
-        return everything
+        if call.step is None or self._segments_step is not call.step:
+            chosen = choose_segments(batch.sizes, self.facts.topk, self.plan.rows, self.facts.layout)
+            # One segment with the per-slot plan keeps the batch's request width and needs no split.
+            self._step_segments = everything if chosen[0].plan == "slot" and len(chosen) == 1 else chosen
+            self._segments_step = call.step
+            logger.debug("%s and the layers after it: %s", call.layer, self._step_segments)
+        return self._step_segments
 
     def _may_reuse(self, call: AttentionCall) -> bool:
         """Whether `_mapping` holds this step's mapping; afterwards it does, whoever made it."""

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from hyv4_kvdequant import ConfigurationError, Target, load_backend
 from hyv4_kvdequant.bench.gather import FLOOR, GatherShape, count_measurements, make_call, measure_gather
-from hyv4_kvdequant.bench.timing import time_eager
 from hyv4_kvdequant.cli import bench
+from hyv4_kvdequant.timing import time_eager
 
 CPU = torch.device("cpu")
 SMALL = ["--topk", "8", "--context", "128", "--cache-slots", "256", "--runs", "5", "--device", "cpu"]
@@ -33,6 +33,8 @@ def test_the_table_shows_backends_beside_the_floor_and_says_what_was_measured() 
 def test_json_has_every_measurement() -> None:
     report = json.loads(run("--tokens", "2,4", "--width", "2", "--json"))
     rows = report["measurements"]
+    first = rows.pop(1)
+    assert (first["backend"], first["mode"], first["runs"]) == ("torch", "first", 1)
     assert [(row["backend"], row["num_tokens"], row["mode"]) for row in rows] == [
         (name, count, "eager") for count in (2, 4) for name in (FLOOR, "torch")
     ]
@@ -95,7 +97,7 @@ def test_measurements_are_counted_ahead() -> None:
     backends = [load_backend("torch")(Target.detect(CPU))]
     shapes = [GatherShape(count, topk=4, context=64, num_slots=128) for count in (1, 2, 3)]
     found = list(measure_gather(backends, shapes, CPU, runs=5))
-    assert len(found) == count_measurements(backends, shapes, CPU) == 6
+    assert len(found) == count_measurements(backends, shapes, CPU) == 7
 
 
 def test_timing_is_of_the_function() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,7 @@ def test_the_choice_is_the_cost_models_and_is_counted(monkeypatch: pytest.Monkey
     intercept.attend(call, attention, lambda _: memory)
     assert intercept.plans_taken == {"slot": 1}
     monkeypatch.setattr("hyv4_kvdequant.plans.choice.CONTEXT_OVERHEAD_BYTES", -(10**9))
-    intercept.attend(call, attention, lambda _: memory)
+    intercept.attend(replace(call, step=object()), attention, lambda _: memory)
     assert intercept.plans_taken == {"slot": 1, "context": 1}
 
 
@@ -137,8 +138,8 @@ def test_layers_that_share_an_indexer_reuse_the_mapping_and_no_others(
     intercept.keep_mappings()
     full = make_call(4, [(6, 100), (6, 150)])
     other = make_call(5, [(6, 100), (6, 150)])
-    shared = intercept_module.replace(full, shares_indices=True, kv_cache=other.kv_cache, layer="shared")
-    next_step = intercept_module.replace(shared, step=_Step())
+    shared = replace(full, shares_indices=True, kv_cache=other.kv_cache, layer="shared")
+    next_step = replace(shared, step=_Step())
     segments = every_way(full)[plan]
     expected = {id(call): run(make_intercept(), call, segments) for call in (full, shared)}
     remapped.clear()

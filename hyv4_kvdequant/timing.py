@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ RUNS = 100
 SECONDS = 3.0
 _FEWEST_RUNS = 5
 _WARM_UPS = 3
+_HEAD_START = 2  # the device is kept busy for twice as long as the host needs to queue a call
 _CPU_CACHE_BYTES = 2**26
 
 
@@ -73,6 +75,46 @@ def time_graph(function: Callable[[], object], device: torch.device, runs: int =
     for _ in range(_WARM_UPS):
         run()
     return _repeat(run, runs)
+
+
+def time_once(function: Callable[[], object], device: torch.device) -> Timing:
+    """Times one call by the host's clock, until the device is done."""
+
+    def run() -> None:
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    only = _once_on_cpu(run)
+    return Timing(only, only, only, 1)
+
+
+def time_queued(function: Callable[[], object], device: torch.device, runs: int = RUNS) -> Timing:
+    """Times what a GPU spends on calls whose launches are already queued, as in a host that runs ahead of it.
+
+    For work that is not captured in a graph. On a CPU it is `time_eager`; see there for `runs`.
+    """
+    if device.type != "cuda":
+        return time_eager(function, device, runs)
+    cold = ColdCache(device)
+    for _ in range(_WARM_UPS):
+        host_us = _host_us(function)
+    repeats = math.ceil(_HEAD_START * host_us / _between_events(cold))
+
+    def run() -> float:
+        for _ in range(repeats):
+            cold()
+        return _between_events(function)
+
+    return _repeat(run, runs)
+
+
+def _host_us(function: Callable[[], object]) -> float:
+    """How long the host is busy with a call on an idle device."""
+    torch.cuda.synchronize()
+    host_us = _once_on_cpu(function)
+    torch.cuda.synchronize()
+    return host_us
 
 
 def _once_on_cpu(function: Callable[[], object]) -> float:
