@@ -30,7 +30,7 @@ class Launcher:
         # Triton's barrier promises to order memory, not only threads, on NVIDIA and in the interpreter.
         self.can_dedup = on_nvidia or INTERPRETED
         self._num_processors = _num_processors(target.device)
-        if not INTERPRETED:
+        if target.device.type == "cuda":
             triton.runtime.driver.active.get_current_target()  # Triton builds its driver now, not in the first call
         self._compiled_distinct: set[tuple[object, ...]] = set()
         self._numerics = {

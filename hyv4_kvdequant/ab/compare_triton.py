@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -9,9 +11,11 @@ import triton.language as tl
 from hyv4_kvdequant.ab.counters import COLUMN, ELEMENTS_PER_ENTRY, INDEX_ELEMENT, NOTHING_PENDING
 from hyv4_kvdequant.contract import GatherCall
 
-# Eight entries a program of eight warps: 32 elements a thread, which the registers hold.
+# A program of four warps goes through the entries eight at a time: 32 elements a thread from each side.
 ENTRIES = 8
-WARPS = 8
+WARPS = 4
+PROGRAMS_PER_PROCESSOR = 16
+INTERPRETER_PROGRAMS = 2  # more than one, so that the loop over a program's share is the same code
 
 _COLUMNS = {
     "ROWS": COLUMN["rows_compared"],
@@ -34,7 +38,48 @@ def _ordered(bits):
     return tl.where(bits < 0, -magnitude, magnitude)
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_slots", "left_rows", "right_rows"])
+@triton.jit
+def _load_part(
+    kv_ptr, rows, here, FIRST: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, ROW_DIM: tl.constexpr
+):
+    """Elements [FIRST, FIRST + SIZE) of rows [n]: int16 [n, PADDED], zeros where not `here` and in the padding."""
+    element = tl.arange(0, PADDED)[None, :]
+    return tl.load(
+        kv_ptr + rows.to(tl.int64)[:, None] * ROW_DIM + FIRST + element,
+        mask=here[:, None] & (element < SIZE),
+        other=0,
+    )
+
+
+@triton.jit
+def _count_part(
+    left,  # int16 [n, PADDED]
+    right,
+    entries,  # int64 [n]
+    counters_ptr,
+    FIRST: tl.constexpr,
+    PADDED: tl.constexpr,
+    NANS_ARE_EQUAL: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    NOTHING: tl.constexpr,
+    ELEMENTS_DIFFER: tl.constexpr,
+    ULP: tl.constexpr,
+):
+    """Counts one part of the rows: (differing elements of each row [n], least key of a difference)."""
+    left, right = left.to(tl.int32), right.to(tl.int32)
+    differ = left != right
+    if NANS_ARE_EQUAL:
+        differ = differ & ((_is_nan(left) & _is_nan(right)) == 0)
+    of_row = tl.sum(differ.to(tl.int32), axis=1)
+    tl.atomic_add(counters_ptr + ELEMENTS_DIFFER, tl.sum(of_row).to(tl.int64), sem="relaxed")
+    steps = tl.where(differ, tl.abs(_ordered(left) - _ordered(right)), 0)
+    tl.atomic_max(counters_ptr + ULP, tl.max(tl.max(steps, axis=1)).to(tl.int64), sem="relaxed")
+    element = FIRST + tl.arange(0, PADDED)[None, :]
+    keys = tl.where(differ, entries[:, None] * ELEMENTS + element, tl.full(differ.shape, NOTHING, tl.int64))
+    return of_row, tl.min(tl.min(keys, axis=1))
+
+
+@triton.jit(do_not_specialize=["num_entries", "num_slots", "left_rows", "right_rows", "num_programs"])
 def _compare_kernel(
     slots_ptr,  # (num_entries,) int32
     left_indices_ptr,  # (num_entries,) int32
@@ -46,8 +91,11 @@ def _compare_kernel(
     num_slots,
     left_rows,
     right_rows,
+    num_programs,
     ROW_DIM: tl.constexpr,
     NOPE_DIM: tl.constexpr,
+    NOPE_PADDED: tl.constexpr,
+    ROPE_PADDED: tl.constexpr,
     ENTRIES: tl.constexpr,
     ELEMENTS: tl.constexpr,
     INDEX_ELEMENT: tl.constexpr,
@@ -59,38 +107,66 @@ def _compare_kernel(
     DISAGREE: tl.constexpr,
     PENDING: tl.constexpr,
 ):
-    entries = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
-    here = entries < num_entries
-    slots = tl.load(slots_ptr + entries, mask=here, other=-1)
-    left = tl.load(left_indices_ptr + entries, mask=here, other=-1)
-    right = tl.load(right_indices_ptr + entries, mask=here, other=-1)
-    filled = (slots >= 0) & (slots < num_slots)
-    inside = (left >= 0) & (left < left_rows) & (right >= 0) & (right < right_rows)
-    both = filled & inside
-    disagree = (filled & (inside == 0)) | ((filled == 0) & ((left != -1) | (right != -1)))
+    ROPE_DIM: tl.constexpr = ROW_DIM - NOPE_DIM
+    first = tl.program_id(0).to(tl.int64) * ENTRIES
+    rows_compared = tl.zeros([ENTRIES], tl.int32)
+    for start in range(first, num_entries, num_programs * ENTRIES):
+        entries = start + tl.arange(0, ENTRIES)
+        here = entries < num_entries
+        slots = tl.load(slots_ptr + entries, mask=here, other=-1)
+        left = tl.load(left_indices_ptr + entries, mask=here, other=-1)
+        right = tl.load(right_indices_ptr + entries, mask=here, other=-1)
+        filled = (slots >= 0) & (slots < num_slots)
+        inside = (left >= 0) & (left < left_rows) & (right >= 0) & (right < right_rows)
+        both = filled & inside
+        disagree = here & ((filled & (inside == 0)) | ((filled == 0) & ((left != -1) | (right != -1))))
+        rows_compared += both.to(tl.int32)
 
-    element = tl.arange(0, ELEMENTS)
-    mask = both[:, None] & (element < ROW_DIM)[None, :]
-    left_bits = tl.load(left_kv_ptr + left.to(tl.int64)[:, None] * ROW_DIM + element[None, :], mask=mask, other=0)
-    right_bits = tl.load(right_kv_ptr + right.to(tl.int64)[:, None] * ROW_DIM + element[None, :], mask=mask, other=0)
-    left_bits, right_bits = left_bits.to(tl.int32), right_bits.to(tl.int32)
-    both_nan = _is_nan(left_bits) & _is_nan(right_bits) & (element < NOPE_DIM)[None, :]
-    differ = ((left_bits != right_bits) & (both_nan == 0) & mask).to(tl.int32)
+        left_nope = _load_part(left_kv_ptr, left, both, 0, NOPE_DIM, NOPE_PADDED, ROW_DIM)
+        right_nope = _load_part(right_kv_ptr, right, both, 0, NOPE_DIM, NOPE_PADDED, ROW_DIM)
+        unequal = tl.max(tl.max((left_nope != right_nope).to(tl.int32), axis=1)) + tl.max(disagree.to(tl.int32))
+        if ROPE_DIM > 0:
+            left_rope = _load_part(left_kv_ptr, left, both, NOPE_DIM, ROPE_DIM, ROPE_PADDED, ROW_DIM)
+            right_rope = _load_part(right_kv_ptr, right, both, NOPE_DIM, ROPE_DIM, ROPE_PADDED, ROW_DIM)
+            unequal += tl.max(tl.max((left_rope != right_rope).to(tl.int32), axis=1))
 
-    tl.atomic_add(counters_ptr + ROWS, tl.sum(both.to(tl.int64)), sem="relaxed")
-    differing = tl.sum(differ)
-    disagreeing = tl.sum((disagree & here).to(tl.int32))
-    if differing + disagreeing > 0:
-        steps = tl.where(differ > 0, tl.abs(_ordered(left_bits) - _ordered(right_bits)), 0)
-        tl.atomic_add(counters_ptr + ROWS_DIFFER, tl.sum(tl.max(differ, axis=1)).to(tl.int64), sem="relaxed")
-        tl.atomic_add(counters_ptr + ELEMENTS_DIFFER, differing.to(tl.int64), sem="relaxed")
-        tl.atomic_add(counters_ptr + DISAGREE, disagreeing.to(tl.int64), sem="relaxed")
-        tl.atomic_max(counters_ptr + ULP, tl.max(steps).to(tl.int64), sem="relaxed")
-        nothing = tl.full([ENTRIES, ELEMENTS], NOTHING, tl.int64)
-        keys = tl.where(differ > 0, entries[:, None] * ELEMENTS + element[None, :], nothing)
-        index_keys = tl.where(disagree & here, entries * ELEMENTS + INDEX_ELEMENT, NOTHING)
-        least = tl.minimum(tl.min(keys), tl.min(index_keys))
-        tl.atomic_min(counters_ptr + PENDING, least, sem="relaxed")
+        # Equal bits need nothing more; what follows tells NaN from NaN, and where and how far bits differ.
+        if unequal > 0:
+            of_row, least = _count_part(
+                left_nope,
+                right_nope,
+                entries,
+                counters_ptr,
+                0,
+                NOPE_PADDED,
+                True,
+                ELEMENTS,
+                NOTHING,
+                ELEMENTS_DIFFER,
+                ULP,
+            )
+            if ROPE_DIM > 0:
+                more_of_row, rope_least = _count_part(
+                    left_rope,
+                    right_rope,
+                    entries,
+                    counters_ptr,
+                    NOPE_DIM,
+                    ROPE_PADDED,
+                    False,
+                    ELEMENTS,
+                    NOTHING,
+                    ELEMENTS_DIFFER,
+                    ULP,
+                )
+                of_row += more_of_row
+                least = tl.minimum(least, rope_least)
+            tl.atomic_add(counters_ptr + ROWS_DIFFER, tl.sum((of_row > 0).to(tl.int64)), sem="relaxed")
+            tl.atomic_add(counters_ptr + DISAGREE, tl.sum(disagree.to(tl.int64)), sem="relaxed")
+            nothing = tl.full([ENTRIES], NOTHING, tl.int64)
+            index_keys = tl.where(disagree, entries * ELEMENTS + INDEX_ELEMENT, nothing)
+            tl.atomic_min(counters_ptr + PENDING, tl.minimum(least, tl.min(index_keys)), sem="relaxed")
+    tl.atomic_add(counters_ptr + ROWS, tl.sum(rows_compared).to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["topk"])
@@ -149,13 +225,18 @@ def compare_triton(
         "INDEX_ELEMENT": INDEX_ELEMENT,
         "NOTHING": NOTHING_PENDING,
     }
-    _compare_kernel[(triton.cdiv(entries, ENTRIES),)](
+    nope_dim, rope_dim = call.layout.nope_dim, call.layout.rope_dim
+    programs = min(triton.cdiv(entries, ENTRIES), _most_programs(call.kv_cache.device))
+    _compare_kernel[(programs,)](
         *tensors,
         entries,
         call.num_slots,
         call.compact_kv.shape[0],
         shadow_kv.shape[0],
-        NOPE_DIM=call.layout.nope_dim,
+        programs,
+        NOPE_DIM=nope_dim,
+        NOPE_PADDED=triton.next_power_of_2(nope_dim),
+        ROPE_PADDED=triton.next_power_of_2(rope_dim),
         ENTRIES=ENTRIES,
         num_warps=WARPS,
         **shared,
@@ -169,3 +250,11 @@ def compare_triton(
         PENDING=COLUMN["pending"],
         **shared,
     )
+
+
+@cache
+def _most_programs(device: torch.device) -> int:
+    """As many as the device runs at once: each adds its count of rows once, and no counter is fought over."""
+    if device.type != "cuda":
+        return INTERPRETER_PROGRAMS
+    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count

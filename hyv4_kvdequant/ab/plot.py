@@ -30,6 +30,7 @@ def plot_replay(calls: Sequence[ReplayedCall], names: tuple[str, str], path: Pat
         axes.plot([call.ratio(mode) for call in calls], marker="o", linestyle="", label=mode)
     axes.axhline(1.0, color="black", linestyle="--")
     axes.set(title="Time of each recorded call", xlabel="call", ylabel=f"{names[0]} / {names[1]}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
     _save(figure, path)
 

@@ -114,15 +114,20 @@ class Recorder:
         self._queue.put(snapshot)
 
     def _write_all(self) -> None:
+        failed = False
         while (snapshot := self._queue.get()) is not None:
+            # Calls that were queued before the failure would each fail again, with a line of its own.
+            if failed:
+                continue
             try:
                 self._write(snapshot)
             except (OSError, SafetensorError) as error:
                 logger.error("Recording stops: a trace cannot be written to %s (%s)", self.folder, error)
-                self.left = 0
+                self.left, failed = 0, True
 
     def _write(self, snapshot: _Snapshot) -> None:
-        if self.only_mismatches and not _saw_mismatch(snapshot.evidence):
+        # Which queued calls differ is known only here, so calls beyond the last one wanted may be waiting.
+        if self.only_mismatches and (self.left <= 0 or not _saw_mismatch(snapshot.evidence)):
             return
         step = _renumbered(snapshot, self._notes(snapshot))
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", snapshot.layer)

@@ -67,11 +67,18 @@ def _print_verdict(verdict: Verdict) -> None:
     out.print(table)
     for rank in verdict.ranks:
         _print_rank(rank)
-    for name, counters in verdict.layers.items():
-        if counters.first is not None:
-            out.print(f"first mismatch in {name}: {counters.first}", highlight=False, markup=False)
+    for name in verdict.layers:
+        _print_first(verdict, name)
     agree = "[green]the backends agree[/]" if verdict.ok else "[red]not safe: see above[/]"
     out.print(f"Verdict: {agree}" if verdict.total.calls else "Verdict: [red]nothing was compared[/]")
+
+
+def _print_first(verdict: Verdict, layer: str) -> None:
+    for rank in verdict.ranks:
+        first = rank.layers[layer].first if layer in rank.layers else None
+        if first is not None:
+            out.print(f"first mismatch in {layer}, rank {rank.rank}: {first}", highlight=False, markup=False)
+            return
 
 
 def _print_rank(rank: Any) -> None:
@@ -102,12 +109,14 @@ def replay_command(  # noqa: PLR0917 - options of a command, given by name
     """Both backends on recorded calls, in turn; exit status 1 when they differ."""
     if a == b:
         raise ConfigurationError(f"--a and --b are both {a!r}; comparing a backend with itself proves nothing.")
+    if plot is not None and not runs:
+        raise ConfigurationError("--plot draws times, and --runs 0 takes none. Leave one of them out.")
     chosen = default_device(device)
     target = Target.detect(chosen)
     backends = get_backend(a, target, "--a"), get_backend(b, target, "--b")
     with err.status(f"replaying {len(traces)} calls on {chosen}"):
         calls = list(replay(traces, *backends, chosen, runs=runs))
-    if plot is not None and runs:
+    if plot is not None:
         plot_replay(calls, (a, b), plot)
     if as_json:
         print_json(_replay_dict(calls, a, b, str(chosen)))

@@ -285,15 +285,35 @@ class _Work:
         tables = intercept.tables(call, segment)
         kv, row_numbers = self.buffers[0].views(tables.slots.shape)
         self._gather(GatherCall(call.kv_cache, tables.slots, kv, row_numbers, intercept.facts.layout), None)
-        for first, last in chunk_bounds(segment.stop - segment.start, intercept.plan, 1):
-            start, stop = segment.start + first, segment.start + last
-            slots = call.topk_indices[start:stop].contiguous()
-            kept = intercept.mapping_rows(start, stop)
-            # The gather's own row numbers have served; their memory holds the remapped indices now.
-            indices = self.buffers[0].indices[: slots.numel()].view(slots.shape) if kept is None else kept
-            if kept is None or not self.reuse:
-                remap_slots(slots, tables.row_of_page, indices)
-            self._put(start, stop, self.attention(call.query[start:stop], kv, indices))
+        for start, stop in self._remap_bounds(segment, tables):
+            indices = self._remap(tables, start, stop)
+            for first, last in chunk_bounds(stop - start, intercept.plan, 1):
+                query = call.query[start + first : start + last]
+                self._put(start + first, start + last, self.attention(query, kv, indices[first:last]))
+
+    def _remap_bounds(self, segment: Segment, tables: ContextTables) -> list[tuple[int, int]]:
+        """Tokens that are remapped at once: all of them where memory is left beside the context's rows."""
+        kept = self.intercept.mapping_rows(segment.start, segment.stop) is not None
+        held = self.buffers[0].spare_indices(tables.slots.numel()).numel() // self.intercept.facts.topk
+        tokens = segment.stop - segment.start
+        if kept or held >= tokens:
+            return [(segment.start, segment.stop)]
+        bounds = chunk_bounds(tokens, self.intercept.plan, 1)
+        return [(segment.start + first, segment.start + last) for first, last in bounds]
+
+    def _remap(self, tables: ContextTables, start: int, stop: int) -> torch.Tensor:
+        """(stop - start, topk) int32: the rows of the slots that tokens [start, stop) selected."""
+        slots = self.call.topk_indices[start:stop].contiguous()
+        indices = self.intercept.mapping_rows(start, stop)
+        if indices is not None and self.reuse:
+            return indices
+        if indices is None:
+            spare = self.buffers[0].spare_indices(tables.slots.numel())
+            # Without spare memory: the gather's own row numbers have served, their place is free now.
+            memory = spare if spare.numel() >= slots.numel() else self.buffers[0].indices
+            indices = memory[: slots.numel()].view(slots.shape)
+        remap_slots(slots, tables.row_of_page, indices)
+        return indices
 
     def _gather(self, gather: GatherCall, query: torch.Tensor | None) -> None:
         intercept, layer = self.intercept, self.call.layer

@@ -22,6 +22,10 @@ class Buffer:
         rows = shape.numel()
         return self.kv[:rows], self.indices[:rows].view(shape)
 
+    def spare_indices(self, rows: int) -> torch.Tensor:
+        """The memory behind the first `rows` rows, as int32: for indices where few rows are needed."""
+        return self.kv[rows:].view(torch.int32).view(-1)
+
 
 @dataclass(frozen=True)
 class Workspace:

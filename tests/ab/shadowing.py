@@ -24,12 +24,24 @@ def settings(report_dir: Path | None = None, **fields: Any) -> h.Settings:
     return h.load_settings(given)
 
 
-def shadow_of(given: h.Settings, device: str = "cpu", primary: str = "torch", **more: Any) -> Shadow:
+def shadow_of(
+    given: h.Settings,
+    device: str = "cpu",
+    primary: str = "torch",
+    *,
+    rank: int = 0,
+    run_id: str | None = None,
+    read_every_s: float | None = None,
+) -> Shadow:
     """The shadow of a backend that get_backend gives anew, so that a fault set just now takes effect."""
     target = h.Target.detect(device, topk=TOPK, block_size=16)
-    shadow = make_shadow(get_backend(primary, target), given, target, rank=more.pop("rank", 0), **more)
-    assert shadow is not None
-    return shadow
+    first = get_backend(primary, target)
+    if read_every_s is None:
+        shadow = make_shadow(first, given, target, rank, run_id)
+        assert shadow is not None
+        return shadow
+    second = get_backend(str(given.shadow), target)
+    return Shadow(first, second, device=target.device, rank=rank, settings=given, read_every_s=read_every_s)
 
 
 def make_call(seed: int = 0, *, width: int = 1, device: str = "cpu", tokens: int = TOKENS) -> h.GatherCall:

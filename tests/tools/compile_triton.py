@@ -1,10 +1,10 @@
-"""Compiles every kernel of the triton backend ahead of time, for GPUs that need not be there.
+"""Compiles every kernel of the triton backend and of the core ahead of time, for GPUs that need not be there.
 
     python tests/tools/compile_triton.py [--save FOLDER] [TARGET ...]
 
 Prints a line a kernel; exit status 1 with the compiler's message when one does not compile. With `--save` it writes
-the assembly (PTX or AMDGCN) as `TARGET, CALL.s`. It drives the backend's
-own launcher, so that what is compiled is what a call would launch.
+the assembly (PTX or AMDGCN) as `TARGET, CALL.s`. It drives the code that launches, so that what is compiled is what
+a call would launch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hyv4_kvdequant import FP8_DS_MLA, GatherCall, Target
+from hyv4_kvdequant.ab import compare_triton
+from hyv4_kvdequant.plans import remap_triton
 from hyv4_kvdequant_triton.launcher import Launcher
 
 TARGETS = {
@@ -32,7 +34,13 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
-_POINTERS = {torch.uint8: "*u8", torch.int32: "*i32", torch.bfloat16: "*bf16"}
+_POINTERS = {
+    torch.uint8: "*u8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bfloat16: "*bf16",
+}
 _OPTIONS = ("num_warps", "enable_fp_fusion")
 
 
@@ -56,18 +64,37 @@ class AheadOfTime(Launcher):
         self.compiled: list[Compiled] = []
 
     def _run(self, function: Any, num_programs: int, *arguments: Any, **constants: Any) -> None:
-        options = {name: constants.pop(name) for name in _OPTIONS if name in constants}
-        signature = dict.fromkeys(constants, "constexpr")
-        attributes = {}
-        for index, (name, value) in enumerate(zip(function.arg_names, arguments, strict=False)):
-            signature[name] = _POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32"
-            if isinstance(value, torch.Tensor) and name not in ("topk_indices", "compact_indices"):
-                attributes[(index,)] = [["tt.divisibility", 16]]  # PyTorch's allocations are
-        start = time.perf_counter()
-        source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
-        kernel = triton.compile(source, target=self.gpu, options={"enable_fp_fusion": False, **options})
-        assembly = kernel.asm["ptx" if self.gpu.backend == "cuda" else "amdgcn"]
-        self.compiled.append(Compiled(function.__name__, assembly, time.perf_counter() - start))
+        self.compiled.append(compile_launch(self.gpu, function, arguments, {"enable_fp_fusion": False, **constants}))
+
+
+class Compiling:
+    """Stands for a kernel in its module: `kernel[grid](...)` compiles for `gpu` instead of launching."""
+
+    def __init__(self, function: Any, gpu: GPUTarget, compiled: dict[str, Compiled]) -> None:
+        self.function, self.gpu, self.compiled = function, gpu, compiled
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self
+
+    def __call__(self, *arguments: Any, **constants: Any) -> None:
+        name = self.function.__name__.strip("_")
+        self.compiled[name] = compile_launch(self.gpu, self.function, arguments, constants)
+
+
+def compile_launch(gpu: GPUTarget, function: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Compiled:
+    """Compiles what a launch with these arguments would."""
+    options = {name: constants.pop(name) for name in _OPTIONS if name in constants}
+    signature = dict.fromkeys(constants, "constexpr")
+    attributes = {}
+    for index, (name, value) in enumerate(zip(function.arg_names, arguments, strict=False)):
+        signature[name] = _POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+        if isinstance(value, torch.Tensor) and name not in ("topk_indices", "compact_indices"):
+            attributes[(index,)] = [["tt.divisibility", 16]]  # PyTorch's allocations are
+    start = time.perf_counter()
+    source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
+    kernel = triton.compile(source, target=gpu, options=options)
+    assembly = kernel.asm["ptx" if gpu.backend == "cuda" else "amdgcn"]
+    return Compiled(function.__name__, assembly, time.perf_counter() - start)
 
 
 def compile_for(gpu: GPUTarget) -> dict[str, Compiled]:
@@ -82,7 +109,22 @@ def compile_for(gpu: GPUTarget) -> dict[str, Compiled]:
     }
     for call in calls.values():
         launcher(call)
-    return dict(zip(calls, launcher.compiled, strict=True))
+    return {**dict(zip(calls, launcher.compiled, strict=True)), **_compile_core(gpu)}
+
+
+def _compile_core(gpu: GPUTarget) -> dict[str, Compiled]:
+    compiled: dict[str, Compiled] = {}
+    for module in (compare_triton, remap_triton):
+        for name, function in list(vars(module).items()):
+            if name.endswith("_kernel"):
+                original = function.function if isinstance(function, Compiling) else function
+                setattr(module, name, Compiling(original, gpu, compiled))
+    call = _call(1)
+    counters = torch.zeros(16, dtype=torch.int64)
+    compare_triton.compare_triton(call, call.compact_kv, call.compact_indices, counters)
+    pages = torch.empty(2, dtype=torch.int32)
+    remap_triton.remap_slots_triton(call.topk_indices, pages, call.compact_indices)
+    return compiled
 
 
 def _call(width: int, *, reuse: bool = False, gap: int = 0) -> GatherCall:

@@ -75,14 +75,17 @@ def test_a_captured_call_follows_changed_contents(golden: dict[str, torch.Tensor
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = kernel(impl, query, cache, slots)
+    before = torch.zeros_like(out)
     for turn in range(1, 6):
         query.copy_(query.roll(turn, dims=1))
-        cache.copy_(cache.roll(turn, dims=1))
+        cache[..., 512:528].view(torch.float32).mul_(1.25)  # the tile scales
         slots.copy_(slots.roll(turn, dims=1))
         graph.replay()
         expected_out, expected_lse = kernel(impl, query.clone(), cache.clone(), slots.clone())
         assert torch.equal(out, expected_out)
         assert torch.equal(lse, expected_lse)
+        assert not torch.equal(out, before)
+        before = out.clone()
 
 
 def peak_of(impl: Any, batch: RaggedBatch, metadata: Any) -> int:
