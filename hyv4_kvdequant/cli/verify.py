@@ -103,8 +103,9 @@ def _how_to_repeat(report: Report, result: CheckResult) -> str:
 def _as_dict(report: Report) -> dict[str, Any]:
     clauses = []
     for result in report.results:
-        row = {key: value for key, value in vars(result).items() if key not in ("failing_case", "failures")}
-        row["failures"] = [failure._asdict() for failure in result.failures]
+        row = {key: value for key, value in vars(result).items() if key != "failing_case"}
+        for kind in ("failures", "refused"):
+            row[kind] = [one._asdict() for one in row[kind]]
         clauses.append({**row, "passed": result.passed, "saved_input": report.saved.get(result.clause)})
     about = {"backend": report.backend, "device": report.device, "seed": report.seed, "step": report.step}
     return {**about, "ok": report.ok, "clauses": clauses}
@@ -120,6 +121,8 @@ def _print(report: Report) -> None:
         mark = "[green]holds[/]" if result.passed else "[red]broken[/]" if result.failures else "not run"
         table.add_row(result.title, mark, str(result.cases) if result.cases else "")
     out.print(table)
+    for case, problem in dict.fromkeys(one for result in report.results for one in result.refused):
+        out.print(f"not served by this backend: {case} {problem}", highlight=False, markup=False)
     for result in report.results:
         if result.not_run:
             out.print(f"not run: {result.clause}: {result.not_run}", highlight=False, markup=False)

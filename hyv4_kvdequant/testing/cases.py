@@ -368,10 +368,12 @@ def make_large_cases(
     On a CPU a cache is a sparse file, of which only touched pages exist.
     """
     packed = 64 * layout.row_bytes
+    # Whole records, so that it is about size alone; `gaps_that_are_not_whole_records` is a case of its own.
+    apart = 96 * 2**20 // (16 * layout.row_bytes) * 16 * layout.row_bytes
     shapes = {
         "packed_past_2_gib": (2**31 // packed + 3, packed),
         # 96 MiB apart: block * stride passes 2**31 where slot * row_bytes is still small.
-        "gapped_past_4_gib": (44, 96 * 2**20),
+        "gapped_past_4_gib": (44, apart),
     }
     for name, (num_blocks, stride) in shapes.items():
         rng = np.random.default_rng([seed, *name.encode()])

@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from hyv4_kvdequant.contract import FP8_DS_MLA, ConfigurationError, GatherDequantBackend, RecordLayout, Target
+from hyv4_kvdequant.contract import (
+    FP8_DS_MLA,
+    ConfigurationError,
+    GatherDequantBackend,
+    InvalidCallError,
+    RecordLayout,
+    Target,
+)
 from hyv4_kvdequant.suggest import did_you_mean
 from hyv4_kvdequant.testing.cases import Case, make_cases
 from hyv4_kvdequant.testing.clauses import (
@@ -57,6 +64,8 @@ class CheckResult:
         failures: one for each input on which it did not hold.
         failing_case: the first such input, where there is one.
         not_run: why it was not tried, or None.
+        refused: inputs that the backend refused with an `InvalidCallError`, and its message. A backend may refuse a
+            geometry that it cannot serve; one that refuses every input breaks the clause.
     """
 
     clause: str
@@ -65,6 +74,7 @@ class CheckResult:
     failures: tuple[Failure, ...] = ()
     failing_case: Case | None = None
     not_run: str | None = None
+    refused: tuple[Failure, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -134,25 +144,34 @@ def _case_results(
     backend: GatherDequantBackend, cases: list[Case], checks: list[OutcomeCheck]
 ) -> Iterator[CheckResult]:
     outcomes = [_try_case(backend, case) for case in cases]
+    refused = tuple(outcome for outcome in outcomes if isinstance(outcome, Failure))
     for check in checks:
         failures: list[Failure] = []
         failing: list[Case] = []
         for case, outcome in zip(cases, outcomes, strict=True):
-            problem = outcome if isinstance(outcome, str) else check(outcome)
+            if isinstance(outcome, Failure) and len(refused) < len(cases):
+                continue
+            problem = check(outcome) if isinstance(outcome, Outcome) else _raised(outcome)
             if problem:
                 failures.append(Failure(case.name, problem))
                 failing.append(case)
         clause = _clause(check)
         first = failing[0] if failing else None
-        yield CheckResult(clause.name, clause.title, len(cases), tuple(failures), first)
+        yield CheckResult(clause.name, clause.title, len(cases) - len(refused), tuple(failures), first, None, refused)
 
 
-def _try_case(backend: GatherDequantBackend, case: Case) -> Outcome | str:
-    """The outcome, or what the backend raised."""
+def _try_case(backend: GatherDequantBackend, case: Case) -> Outcome | Failure | str:
+    """The outcome, a refusal, or what the backend raised."""
     try:
         return run_case(backend, case)
+    except InvalidCallError as error:
+        return Failure(case.name, f"refused: {error}")
     except Exception as error:
         return f"the call raised {type(error).__name__}: {error}"
+
+
+def _raised(outcome: Failure | str) -> str:
+    return outcome.problem if isinstance(outcome, Failure) else outcome
 
 
 def _sequence_result(check: SequenceCheck, backend: GatherDequantBackend, target: Target, seed: int) -> CheckResult:

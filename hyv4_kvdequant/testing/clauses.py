@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hyv4_kvdequant.contract import GatherDequantBackend, Target
+from hyv4_kvdequant.contract import GatherCall, GatherDequantBackend, InvalidCallError, Target
 from hyv4_kvdequant.gather import run_call
 from hyv4_kvdequant.testing.cases import Case, Inputs, make_case, make_cases, make_large_cases, width_1
 from hyv4_kvdequant.testing.oracle import expected_rows, rows_equal
@@ -146,20 +146,44 @@ def calls_do_not_depend_on_earlier_ones(backend: GatherDequantBackend, target: T
     return _first_broken(backend, cases, "after other calls")
 
 
-def reused_mapping_serves_new_contents(backend: GatherDequantBackend, target: Target, seed: int) -> Broken | None:
-    """With reuse_compact_indices, a second layer's records land where the first layer's mapping points."""
-    firsts, seconds = (make_cases(contents, target.device, target.layout) for contents in (seed, seed + 2))
+def _first_broken_pair(
+    hold: Callable[[GatherDequantBackend, Case, Case], Broken | None],
+    backend: GatherDequantBackend,
+    target: Target,
+    seeds: tuple[int, int],
+) -> Broken | None:
+    """Tries each of the kit's inputs with two contents."""
+    firsts, seconds = (make_cases(seed, target.device, target.layout) for seed in seeds)
     for first, second in zip(firsts, seconds, strict=True):
-        buffers = Buffers(first)
-        run_call(backend, buffers.call(first))
-        run_case(backend, second)  # a call with another mapping comes between the two layers
-        buffers.poison_rows()
-        layer = replace(second, topk_indices=first.topk_indices)
-        run_call(backend, buffers.call(layer, reuse=True))
-        broken = _first_problem(buffers.outcome(layer), "second layer")
+        broken = hold(backend, first, second)
         if broken:
             return broken
     return None
+
+
+def _refuses(backend: GatherDequantBackend, call: GatherCall) -> bool:
+    """Runs a call; whether the backend refuses it, which is another clause's matter."""
+    try:
+        run_call(backend, call)
+    except InvalidCallError:
+        return True
+    return False
+
+
+def reused_mapping_serves_new_contents(backend: GatherDequantBackend, target: Target, seed: int) -> Broken | None:
+    """With reuse_compact_indices, a second layer's records land where the first layer's mapping points."""
+    return _first_broken_pair(_second_layer, backend, target, (seed, seed + 2))
+
+
+def _second_layer(backend: GatherDequantBackend, first: Case, second: Case) -> Broken | None:
+    buffers = Buffers(first)
+    if _refuses(backend, buffers.call(first)):
+        return None
+    run_case(backend, second)  # a call with another mapping comes between the two layers
+    buffers.poison_rows()
+    layer = replace(second, topk_indices=first.topk_indices)
+    run_call(backend, buffers.call(layer, reuse=True))
+    return _first_problem(buffers.outcome(layer), "second layer")
 
 
 def offsets_past_2_gib(backend: GatherDequantBackend, target: Target, seed: int) -> Broken | None:
@@ -194,27 +218,28 @@ def outputs_past_4_gib(backend: GatherDequantBackend, target: Target, seed: int)
 
 def graph_replay_equals_eager(backend: GatherDequantBackend, target: Target, seed: int) -> Broken | None:
     """A captured call, replayed on other slots and records, gives what an eager call would."""
-    firsts, seconds = (make_cases(contents, target.device, target.layout) for contents in (seed, seed + 3))
-    for first, second in zip(firsts, seconds, strict=True):
-        if first.topk_indices.numel() == 0:
-            continue
-        buffers = Buffers(first)
-        call = buffers.call(first)
-        run_call(backend, call)  # what compiles or allocates once does so before the capture
-        torch.cuda.synchronize(target.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run_call(backend, call)
-        first.kv_cache.copy_(second.kv_cache)
-        first.topk_indices.copy_(second.topk_indices)
-        buffers.poison_rows()
-        buffers.poison_indices()
-        graph.replay()
-        torch.cuda.synchronize(target.device)
-        broken = _first_problem(buffers.outcome(first), "replayed")
-        if broken:
-            return broken
-    return None
+    return _first_broken_pair(_replay, backend, target, (seed, seed + 3))
+
+
+def _replay(backend: GatherDequantBackend, first: Case, second: Case) -> Broken | None:
+    if first.topk_indices.numel() == 0:
+        return None
+    device = first.kv_cache.device
+    buffers = Buffers(first)
+    call = buffers.call(first)
+    if _refuses(backend, call):  # what compiles or allocates once does so in this call, before the capture
+        return None
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_call(backend, call)
+    first.kv_cache.copy_(second.kv_cache)
+    first.topk_indices.copy_(second.topk_indices)
+    buffers.poison_rows()
+    buffers.poison_indices()
+    graph.replay()
+    torch.cuda.synchronize(device)
+    return _first_problem(buffers.outcome(first), "replayed")
 
 
 def two_streams_do_not_disturb_each_other(backend: GatherDequantBackend, target: Target, seed: int) -> Broken | None:

@@ -53,7 +53,7 @@ class ContractTests:
 
     def _hold_to(self, clause: str) -> None:
         result = self.result_of(clause)
-        print(f"seed {self.seed}")
+        print("\n".join([f"seed {self.seed}", *(f"  {case} {problem}" for case, problem in result.refused)]))
         listed = [f"  {case}: {problem}" for case, problem in result.failures[:_MOST_SHOWN]]
         more = len(result.failures) - len(listed)
         listed += [f"  and {more} more"] if more else []

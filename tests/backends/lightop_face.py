@@ -17,8 +17,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from typer.testing import CliRunner
 
 from hyv4_kvdequant import GatherCall, InvalidCallError, Target, gather_dequantize
+from hyv4_kvdequant.cli.app import app
+from hyv4_kvdequant.contract import target
 from hyv4_kvdequant.reference import sparse_attention
 from hyv4_kvdequant.testing import Case, expected_rows, make_case, make_cases, rows_equal, run_checks
 from hyv4_kvdequant_lightop import LightOpBackend
@@ -75,6 +78,16 @@ def contract() -> dict[str, object]:
     failures = [f"{result.clause}: {failure}" for result in results for failure in result.failures]
     refused = {case.name: refusal(backend, case) for case in make_cases() if not is_served(case)}
     return {"failures": failures, "inputs": results[0].cases, "refused": refused}
+
+
+def verify() -> dict[str, object]:
+    """What `hyv4-kvdequant verify lightop` says on a machine that PyTorch takes for an HCU."""
+    target._device_facts = lambda device: Target(device, "hcu")
+    done = CliRunner().invoke(app, ["verify", "lightop", "--device", "cpu", "--json"])
+    report = json.loads(done.stdout)
+    refused = {one["case"] for clause in report["clauses"] for one in clause["refused"]}
+    broken = [failure for clause in report["clauses"] for failure in clause["failures"]]
+    return {"exit_code": done.exit_code, "broken": broken, "refused": sorted(refused)}
 
 
 def refusal(backend: LightOpBackend, case: Case) -> str:
@@ -178,7 +191,8 @@ def _replay(backend: LightOpBackend, case: Case, other: Case, warm: bool) -> boo
 
 
 QUESTIONS: dict[str, Callable[[], dict[str, object]]] = {
-    function.__name__: function for function in (resolution, contract, reuse, attention, error_of_the_op, graphs)
+    function.__name__: function
+    for function in (resolution, contract, verify, reuse, attention, error_of_the_op, graphs)
 }
 
 

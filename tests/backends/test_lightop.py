@@ -61,7 +61,7 @@ def ask(*questions: str, site: Path) -> dict[str, Answers]:
 def faces(site: Path) -> dict[str, Answers]:
     """What each face answers; all are asked at once."""
     return ask(
-        *(f"{face}:resolution,contract,reuse,attention" for face in WORKING_FACES),
+        *(f"{face}:resolution,contract,verify,reuse,attention" for face in WORKING_FACES),
         "public_and_raw:resolution,error_of_the_op",
         "raises:error_of_the_op",
         *(f"{face}:resolution" for face in OTHER_REASONS),
@@ -85,6 +85,10 @@ class TestWorkingFaces:
         refused = answers["contract"]["refused"]
         assert list(refused) == ["gaps_that_are_not_whole_records"]
         assert "kv_cache is of stride(0) 10596" in refused["gaps_that_are_not_whole_records"]
+
+    def test_verify_passes_and_lists_what_is_refused(self, working: tuple[str, Answers]) -> None:
+        _, answers = working
+        assert answers["verify"] == {"exit_code": 0, "broken": [], "refused": ["gaps_that_are_not_whole_records"]}
 
     def test_features_follow_the_signature(self, working: tuple[str, Answers]) -> None:
         face, answers = working
