@@ -34,7 +34,7 @@ VLLM_VERSIONS := 0.29.0 0.33.0
 test-vllm: $(VLLM_VERSIONS:%=test-vllm-%)
 
 test-vllm-%: .venv-vllm-%/.installed
-	.venv-vllm-$*/bin/pytest -q -m vllm tests/vllm
+	.venv-vllm-$*/bin/pytest -q -n 2 -m "vllm and not gpu" tests/vllm
 
 .venv-vllm-%/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm-$*

@@ -78,8 +78,8 @@ def test_the_log_names_the_backend_once() -> None:
     code = (
         LOAD
         + CONFIGURE_LOGGING
-        + BUILD % ("None", "fp8_ds_mla")
-        + ("harness.build_impl(harness.make_config(), topk=512, sinks=None)\n")
+        + "harness.start_process()\nconfig = harness.make_config()\n"
+        + 2 * "harness.build_impl(config, topk=512, sinks=None)\n"
     )
     done = run(code, **{GATE: "1", GATE + "_BACKEND": "torch", "VLLM_LOGGING_LEVEL": "INFO"})
     assert done.returncode == 0, done.stderr
