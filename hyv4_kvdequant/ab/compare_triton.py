@@ -11,10 +11,10 @@ import triton.language as tl
 from hyv4_kvdequant.ab.counters import COLUMN, ELEMENTS_PER_ENTRY, INDEX_ELEMENT, NOTHING_PENDING
 from hyv4_kvdequant.contract import GatherCall
 
-# A program of four warps goes through the entries eight at a time: 32 elements a thread from each side.
-ENTRIES = 8
-WARPS = 4
-PROGRAMS_PER_PROCESSOR = 16
+# A program is one warp, which needs no barrier to reduce, and goes through its share two entries at a time.
+ENTRIES = 2
+WARPS = 1
+PROGRAMS_PER_PROCESSOR = 32
 INTERPRETER_PROGRAMS = 2  # more than one, so that the loop over a program's share is the same code
 
 _COLUMNS = {
@@ -124,14 +124,14 @@ def _compare_kernel(
 
         left_nope = _load_part(left_kv_ptr, left, both, 0, NOPE_DIM, NOPE_PADDED, ROW_DIM)
         right_nope = _load_part(right_kv_ptr, right, both, 0, NOPE_DIM, NOPE_PADDED, ROW_DIM)
-        unequal = tl.max(tl.max((left_nope != right_nope).to(tl.int32), axis=1)) + tl.max(disagree.to(tl.int32))
+        unequal = tl.max((left_nope != right_nope).to(tl.int32), axis=1) | disagree.to(tl.int32)
         if ROPE_DIM > 0:
             left_rope = _load_part(left_kv_ptr, left, both, NOPE_DIM, ROPE_DIM, ROPE_PADDED, ROW_DIM)
             right_rope = _load_part(right_kv_ptr, right, both, NOPE_DIM, ROPE_DIM, ROPE_PADDED, ROW_DIM)
-            unequal += tl.max(tl.max((left_rope != right_rope).to(tl.int32), axis=1))
+            unequal = unequal | tl.max((left_rope != right_rope).to(tl.int32), axis=1)
 
         # Equal bits need nothing more; what follows tells NaN from NaN, and where and how far bits differ.
-        if unequal > 0:
+        if tl.max(unequal) > 0:
             of_row, least = _count_part(
                 left_nope,
                 right_nope,
