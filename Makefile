@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check docs test-vllm clean
+.PHONY: demo test check docs api-snapshot test-vllm clean
 
 demo: $(INSTALLED)
 	$(BIN)/hyv4-kvdequant run tests/data/hyv4_step.safetensors --all
@@ -19,6 +19,15 @@ check: $(INSTALLED)
 	$(BIN)/lint-imports
 	$(BIN)/python tests/tools/compile_triton.py
 	$(BIN)/python tests/tools/check_wheel.py
+
+# The site, warnings as errors, into site/.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python tests/tools/check_site.py
+
+# After a public name changed and CHANGELOG.md says so.
+api-snapshot: $(INSTALLED)
+	$(BIN)/python tests/api_snapshot.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

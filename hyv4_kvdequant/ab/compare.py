@@ -106,4 +106,4 @@ def _settle_first(
     values = (int(counters[COLUMN["calls"]]), entry // call.topk, entry % call.topk, element)
     slot = int(call.topk_indices.view(-1)[entry])
     first = COLUMN["first_call"]
-    counters[first : first + 7] = torch.tensor([*values, slot, *found])
+    counters[first : first + 7] = torch.tensor([*values, slot, *found], device=counters.device)

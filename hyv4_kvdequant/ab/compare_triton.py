@@ -11,8 +11,8 @@ import triton.language as tl
 from hyv4_kvdequant.ab.counters import COLUMN, ELEMENTS_PER_ENTRY, INDEX_ELEMENT, NOTHING_PENDING
 from hyv4_kvdequant.contract import GatherCall
 
-# A program is one warp, which needs no barrier to reduce, and goes through its share two entries at a time.
-ENTRIES = 2
+# A program is one warp, which needs no barrier to reduce, and goes through its share eight entries at a time.
+ENTRIES = 8
 WARPS = 1
 PROGRAMS_PER_PROCESSOR = 32
 INTERPRETER_PROGRAMS = 2  # more than one, so that the loop over a program's share is the same code

@@ -124,7 +124,7 @@ def replay(
 
 
 def _compare(a: _Side, b: _Side) -> LayerCounters:
-    row = torch.tensor(fresh_row(), dtype=torch.int64).to(a.call.kv_cache.device)
+    row = torch.tensor(fresh_row(), dtype=torch.int64, device=a.call.kv_cache.device)
     if a.call.topk_indices.numel():
         compare(a.call, b.call.compact_kv, b.call.compact_indices, row)
     return read_row(row.tolist())

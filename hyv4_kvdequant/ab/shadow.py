@@ -65,8 +65,9 @@ class Shadow:
         self.layers: dict[str, int] = {}
         self._max_layers, self._device, self._read_every_s = max_layers, device, read_every_s
         rows = [fresh_row() for _ in range(max_layers)]
-        self.counters = torch.tensor(rows, dtype=torch.int64).to(device)
-        self._seen = torch.tensor(rows, dtype=torch.int64)
+        # Devices by name: hosts build their layers with the accelerator as PyTorch's default device.
+        self.counters = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._seen = torch.tensor(rows, dtype=torch.int64, device="cpu")
         self._turn = 0
         self._metrics = ShadowMetrics(shadow.name, rank)
         self._told_first = False

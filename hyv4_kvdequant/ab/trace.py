@@ -180,7 +180,7 @@ def _renumbered(snapshot: _Snapshot, notes: dict[str, str]) -> Step:
     slots = snapshot.slots.cpu().view(-1)
     filled = (slots >= 0) & (slots < snapshot.num_slots)
     unique, position = torch.unique(slots[filled], return_inverse=True)
-    records = torch.zeros((max(len(unique), 1), snapshot.layout.row_bytes), dtype=torch.uint8)
+    records = torch.zeros((max(len(unique), 1), snapshot.layout.row_bytes), dtype=torch.uint8, device="cpu")
     records[position] = snapshot.records.cpu()[filled]
     renumbered = torch.full_like(slots, -1)
     renumbered[filled] = position.int()

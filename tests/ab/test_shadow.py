@@ -388,6 +388,15 @@ def test_counts_that_cannot_be_are_told(field: str) -> None:
         settings(**{field: 0})
 
 
+def test_a_host_may_build_its_layers_with_another_default_device() -> None:
+    # vLLM builds models under torch.device("cuda") and a default dtype of bf16.
+    with torch.device("meta"):
+        shadow = shadow_of(settings())
+    observe(shadow, make_call())
+    shadow.close()
+    assert shadow.snapshot()["layer.0"].calls == 1
+
+
 BOTH_FORMS = """
 import sys
 sys.path.insert(0, sys.argv[1])

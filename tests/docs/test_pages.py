@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
+import runpy
 import textwrap
 import unicodedata
 from pathlib import Path
@@ -14,10 +14,6 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 RUN_ELSEWHERE = {DOCS / "write-a-backend.md"}  # test_tutorial.py follows it word for word
-
-sys.path.insert(0, str(ROOT / "tests" / "tools"))
-
-import settings_page
 
 _FENCE = re.compile(r"^([ ]*)```(\w*)[^\n]*\n(.*?)^\1```[ ]*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -47,7 +43,8 @@ def assert_exists(target: Path, anchor: str, where: str) -> None:
 
 
 def test_the_settings_page_is_what_the_code_says() -> None:
-    assert settings_page.PAGE.read_text() == settings_page.page(), "run python tests/tools/settings_page.py"
+    writer = runpy.run_path(str(ROOT / "tests" / "tools" / "settings_page.py"))
+    assert writer["PAGE"].read_text() == writer["page"](), "run python tests/tools/settings_page.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

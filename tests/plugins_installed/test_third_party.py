@@ -69,6 +69,33 @@ def test_it_does_the_main_job(with_acme: FreshEnvironment) -> None:
     assert run["rows_exact"] == run["rows"] > 0
 
 
+# --- benchmarked, and A/B'd against ours ---
+
+
+def test_it_is_benchmarked_beside_ours(with_acme: FreshEnvironment) -> None:
+    shape = ("--tokens", "1,2", "--topk", "64", "--context", "1024", "--cache-slots", "1024")
+    chosen = ("--backend", "acme", "--backend", "triton", "--backend", "torch", "--device", "cpu", "--runs", "5")
+    picture = with_acme.work / "bench.png"
+    command = ("hyv4-kvdequant", "bench", *shape, *chosen, "--json", "--plot", str(picture))
+    shown = json.loads(with_acme.succeed(*command, TRITON_INTERPRET="1"))
+    measured = [(row["backend"], row["num_tokens"]) for row in shown["measurements"] if row["mode"] == "eager"]
+    assert {(name, tokens) for name in ("acme", "triton", "torch") for tokens in (1, 2)} <= set(measured)
+    assert all(row["median_us"] > 0 for row in shown["measurements"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("ours", ["torch", "triton"])
+def test_it_is_compared_with_ours_on_a_recorded_call(ours: str, with_acme: FreshEnvironment) -> None:
+    command = ("hyv4-kvdequant", "ab", "replay", GOLDEN_STEP, "--a", ours, "--b", "acme", "--device", "cpu")
+    done = with_acme.run(*command, "--runs", "1", "--json", TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["a"], result["b"], result["ok"]) == (ours, "acme", True)
+    (call,) = result["calls"]
+    assert call["counters"]["rows_compared"] == 6786
+    assert call["ratio"]["eager"] > 0
+
+
 # --- plugins that do not ---
 
 

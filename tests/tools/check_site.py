@@ -10,6 +10,8 @@ SITE = Path(__file__).parents[2] / "site"
 LOADED = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "src"), ("object", "data")}
 # The theme loads these from a foreign host once an element has the class.
 FETCHING_CLASSES = {"mermaid"}
+# ... and the numbers that stand beside a link to the repository, where one is set.
+REPOSITORY = ("data-md-component", "source")
 
 
 class _Assets(HTMLParser):
@@ -23,8 +25,8 @@ class _Assets(HTMLParser):
         for name, value in attrs:
             if (tag, name) in LOADED and value and value.startswith(("http:", "https:", "//")):
                 self.foreign.append(value)
-            if name == "class" and value and FETCHING_CLASSES & set(value.split()):
-                self.foreign.append(f"<{tag} class={value!r}>")
+            if (name == "class" and value and FETCHING_CLASSES & set(value.split())) or (name, value) == REPOSITORY:
+                self.foreign.append(f"<{tag} {name}={value!r}>")
 
 
 def foreign_assets(page: Path) -> list[str]:
