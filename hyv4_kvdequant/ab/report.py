@@ -31,6 +31,7 @@ class Report:
         captured: for each number of tokens captured in a graph, whether its calls are compared.
         errors: what the shadow raised while serving; it is switched off at the first.
         layers: counters of each layer, in order of first use.
+        world_size: ranks of the run; each is to have a report.
     """
 
     run_id: str
@@ -44,6 +45,7 @@ class Report:
     captured: dict[str, bool] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     layers: dict[str, LayerCounters] = field(default_factory=dict)
+    world_size: int = 1
 
     @property
     def total(self) -> LayerCounters:
@@ -127,9 +129,15 @@ class Verdict:
         return total
 
     @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks of the run that have no report here."""
+        expected = max(report.world_size for report in self.ranks)
+        return sorted(set(range(expected)) - {report.rank for report in self.ranks})
+
+    @property
     def ok(self) -> bool:
-        """Whether something was compared, nothing differed and no shadow was switched off."""
-        quiet = not any(report.errors for report in self.ranks)
+        """Whether every rank reported, something was compared, nothing differed and no shadow was switched off."""
+        quiet = not any(report.errors for report in self.ranks) and not self.missing_ranks
         return quiet and self.total.mismatches == 0 and self.total.calls > 0
 
 

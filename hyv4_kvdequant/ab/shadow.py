@@ -38,6 +38,7 @@ class Shadow:
         rank: int,
         settings: Settings,
         run_id: str | None = None,
+        world_size: int = 1,
         max_layers: int = 256,
         read_every_s: float = READ_EVERY_S,
     ) -> None:
@@ -50,6 +51,7 @@ class Shadow:
             rank: of this worker.
             settings: `shadow_every` and `report_dir` are read.
             run_id: the same for all ranks of a run; made up when None.
+            world_size: ranks of the run.
             max_layers: most layers that are told apart; further ones share the last row.
             read_every_s: seconds between two reads of the counters.
 
@@ -57,6 +59,7 @@ class Shadow:
             ConfigurationError: the report folder cannot be made or written.
         """
         self.primary, self.backend, self.rank = primary, shadow, rank
+        self.world_size = world_size
         self.run_id = run_id or uuid.uuid4().hex[:8]
         self.report_dir = settings.report_dir
         self.every = settings.shadow_every
@@ -68,7 +71,7 @@ class Shadow:
         # Devices by name: hosts build their layers with the accelerator as PyTorch's default device.
         self.counters = torch.tensor(rows, dtype=torch.int64, device=device)
         self._seen = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        self._turn = 0
+        self._turns = [0] * max_layers
         self._metrics = ShadowMetrics(shadow.name, rank)
         self._told_first = False
         self._closed = threading.Event()
@@ -78,7 +81,7 @@ class Shadow:
             self._read_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._prepare_folder()
         logger.info(
-            "Shadow is on: %s beside %s, rank %d, run %s, every call of %d in eager mode; reports in %s",
+            "Shadow is on: %s beside %s, rank %d, run %s, every call of %d of a layer in eager mode; reports in %s",
             describe(shadow.name),
             describe(primary.name),
             rank,
@@ -123,7 +126,7 @@ class Shadow:
             where sampling skips the call, or once the shadow is switched off.
         """
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self.errors or not self._sampled(call.num_tokens, capturing):
+        if self.errors or not self._sampled(layer, call.num_tokens, capturing):
             return None
         row = self.counters[layer]
         try:
@@ -142,9 +145,9 @@ class Shadow:
             return None
         return None if before is None else torch.stack([before, _mismatches(row)])
 
-    def _sampled(self, num_tokens: int, capturing: bool) -> bool:
-        self._turn += 1
-        sampled = (self._turn - 1) % self.every == 0
+    def _sampled(self, layer: int, num_tokens: int, capturing: bool) -> bool:
+        sampled = self._turns[layer] % self.every == 0
+        self._turns[layer] += 1
         if capturing:
             # What a graph holds is fixed now: a batch size is compared in every replay, or in none.
             key = str(num_tokens)
@@ -193,6 +196,7 @@ class Shadow:
         return Report(
             run_id=self.run_id,
             rank=self.rank,
+            world_size=self.world_size,
             updated=time.time(),
             finished=finished,
             primary=describe(self.primary.name),
@@ -246,7 +250,13 @@ def _mismatches(row: torch.Tensor) -> torch.Tensor:
 
 
 def make_shadow(
-    primary: GatherDequantBackend, settings: Settings, target: Target, rank: int, run_id: str | None = None
+    primary: GatherDequantBackend,
+    settings: Settings,
+    target: Target,
+    rank: int,
+    run_id: str | None = None,
+    *,
+    world_size: int = 1,
 ) -> Shadow | None:
     """The shadow that the settings ask for, or None when they ask for none.
 
@@ -262,4 +272,6 @@ def make_shadow(
             "itself would prove nothing. What to do: name another backend, or unset it."
         )
     backend = get_backend(settings.shadow, target, settings.source("shadow"))
-    return Shadow(primary, backend, device=target.device, rank=rank, settings=settings, run_id=run_id)
+    return Shadow(
+        primary, backend, device=target.device, rank=rank, settings=settings, run_id=run_id, world_size=world_size
+    )

@@ -46,6 +46,7 @@ def _verdict_dict(verdict: Verdict) -> dict[str, Any]:
         "total": asdict(verdict.total),
         "layers": {name: asdict(counters) for name, counters in verdict.layers.items()},
         "ranks": [asdict(rank) for rank in verdict.ranks],
+        "missing_ranks": verdict.missing_ranks,
     }
 
 
@@ -67,6 +68,8 @@ def _print_verdict(verdict: Verdict) -> None:
     out.print(table)
     for rank in verdict.ranks:
         _print_rank(rank)
+    for missing in verdict.missing_ranks:
+        out.print(f"rank {missing} of {first.world_size}: no report in this folder", highlight=False)
     for name in verdict.layers:
         _print_first(verdict, name)
     agree = "[green]the backends agree[/]" if verdict.ok else "[red]not safe: see above[/]"

@@ -42,7 +42,7 @@ class HostFacts:
         topk: selected slots a token.
         block_size: slots in a page of the cache.
         max_tokens: most query tokens in a batch.
-        rank: this worker's rank, for reports.
+        rank, world_size: this worker's rank and how many there are, for reports.
         run_id: names this run in reports, the same on all ranks; None has one made up.
         layout: the cache's record.
     """
@@ -52,6 +52,7 @@ class HostFacts:
     block_size: int
     max_tokens: int
     rank: int = 0
+    world_size: int = 1
     run_id: str | None = None
     layout: RecordLayout = FP8_DS_MLA
 
@@ -112,7 +113,9 @@ class Intercept:
         self.target = Target.detect(facts.device, facts.layout, block_size=facts.block_size, topk=facts.topk)
         name, origin = choose_name(settings, self.target)
         self.backend = get_backend(name, self.target, origin)
-        self.shadow: Shadow | None = make_shadow(self.backend, settings, self.target, facts.rank, facts.run_id)
+        self.shadow: Shadow | None = make_shadow(
+            self.backend, settings, self.target, facts.rank, facts.run_id, world_size=facts.world_size
+        )
         self.recorder: Recorder | None = make_recorder(self.backend, settings, facts.rank, facts.run_id)
         copies = 1 if self.shadow is None else 2
         wave = sparse_wave(facts.device)

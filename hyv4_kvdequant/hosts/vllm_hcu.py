@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from hyv4_kvdequant.contract import FP8_DS_MLA, HostError, InvalidCallError
+from hyv4_kvdequant.contract import FP8_DS_MLA, HostError, InvalidCallError, Target
 from hyv4_kvdequant.gather import GatherResult, gather_dequantize
 from hyv4_kvdequant.hosts import vllm_mainline
 from hyv4_kvdequant.hosts.hooking import check_method, find_class, on_import, wrap
-from hyv4_kvdequant.settings import GATE
+from hyv4_kvdequant.selector import select_backend
+from hyv4_kvdequant.settings import GATE, load_settings, variable_name
 
 MODULE = "vllm_hcu.models.hy_v4.hcu_sparse"
 IMPL_CLASS = "HYV4FlashMLASparseImpl"
@@ -40,7 +41,10 @@ def hook(module: ModuleType) -> None:
     """Takes the seam that this revision has; HostError when it has neither."""
     if hasattr(module, FUNCTION):
         _check_function(module)
+        _check_settings(module)
         setattr(module, FUNCTION, gather_for_hcu)
+        if hasattr(module, IMPL_CLASS):
+            wrap(getattr(module, IMPL_CLASS), "__init__", _check_backend)
         return
     owner = find_class(module, IMPL_CLASS)
     check_method(module, owner, "_fp8_flash_mla_kernel", vllm_mainline.KERNEL_PARAMETERS)
@@ -57,6 +61,23 @@ def _check_function(module: ModuleType) -> None:
             f"{GATE} is on, but {module.__name__}.{FUNCTION} takes ({', '.join(given)}), expected ({', '.join(known)}) "
             f"or its first {len(FUNCTION_PARAMETERS)}.\nWhat to do: upgrade hyv4-kvdequant, or unset {GATE}."
         )
+
+
+def _check_settings(module: ModuleType) -> None:
+    settings = load_settings()
+    asked = [name for name in ("shadow", "trace", "trace_on_mismatch") if getattr(settings, name)]
+    if asked:
+        raise HostError(
+            f"{', '.join(map(variable_name, asked))} cannot be honoured: this revision of {module.__name__} takes its "
+            "rows from a function and goes on with them itself, so nothing can be compared or recorded beside it.\n"
+            "What to do: unset it, and compare backends with `hyv4-kvdequant ab replay`."
+        )
+
+
+def _check_backend(wrapped: Any, impl: Any, args: Any, kwargs: Any) -> None:
+    """A backend that cannot be had on the worker's device stops the start-up, not the first token."""
+    wrapped(*args, **kwargs)
+    select_backend(Target.detect(impl.topk_indices_buffer.device))
 
 
 # --- revisions without a gate: the kernel call ---

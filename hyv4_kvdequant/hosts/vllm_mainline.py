@@ -153,14 +153,11 @@ def _host_facts(impl: Any, config: Any) -> HostFacts:
         topk=buffer.shape[-1],
         block_size=PAGE_SIZE,
         max_tokens=config.scheduler_config.max_num_batched_tokens,
-        rank=_rank(),
+        rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
+        world_size=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         # vLLM gives every engine a short random name, which its workers share.
         run_id=getattr(config, "instance_id", None) or None,
     )
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def _check_layer(wrapped: Any, attention: Any, args: Any, kwargs: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,6 +122,17 @@ def test_what_proves_nothing_is_status_1(
     done = ab("report", str(tmp_path))
     assert done.status == 1
     assert shown in done.stdout
+
+
+def test_a_rank_without_a_report_is_status_1(ab: Command, tmp_path: Path) -> None:
+    layers = {"layer.0": AGREED}
+    report = Report("run", 0, 1.0, True, "torch", "wrong", "cpu", 1, layers=layers, world_size=2)
+    write_report(tmp_path, report)
+    done = ab("report", str(tmp_path))
+    assert done.status == 1
+    assert "rank 1 of 2: no report" in done.stdout
+    write_report(tmp_path, replace(report, rank=1))
+    assert ab("report", str(tmp_path)).status == 0
 
 
 @pytest.mark.parametrize("run", [None, "other"])

@@ -161,11 +161,14 @@ def test_a_shadow_that_raises_is_switched_off_and_reported(
     assert not merge([report]).ok
 
 
-def test_every_nth_call_is_compared() -> None:
+def test_every_nth_call_of_each_layer_is_compared() -> None:
     shadow = shadow_of(settings(shadow="dedup", shadow_every=3))
-    compared = [observe(shadow, make_call()) is not None for _ in range(7)]
+    compared = [
+        [observe(shadow, make_call(), layer) is not None for layer in ("layer.0", "layer.1", "layer.2")]
+        for _ in range(7)
+    ]
     shadow.close()
-    assert compared == [True, False, False, True, False, False, True]
+    assert compared == [[turn % 3 == 0] * 3 for turn in range(7)]
 
 
 def test_the_first_mismatch_is_logged_once_with_its_place(

@@ -38,7 +38,11 @@ def _ran(results: Results) -> Iterator[Line]:
             if "error" in result:
                 errors["the process"] = result["error"]
             last = "; ".join(f"{key}: {error.strip().splitlines()[-1]}" for key, error in errors.items())
-            yield Line(f"{name} runs", not errors, last or f"engine up in {result.get('start_seconds', 0):.0f} s")
+            yield Line(f"{name} runs", not errors, last or _up(result))
+
+
+def _up(result: dict[str, Any]) -> str:
+    return f"engine up in {result['start_seconds']:.0f} s" if "start_seconds" in result else ""
 
 
 def _parts(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

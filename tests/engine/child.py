@@ -189,7 +189,8 @@ def memory(llm: Any) -> dict[str, Any]:
     intercepts = list(vllm_mainline._intercepts.values())
     return {
         "kv_blocks": cache.num_gpu_blocks,
-        "kv_cache_bytes": attempt(lambda: _worker(llm).available_kv_cache_memory_bytes),
+        # Absent where the cache's size was given and vLLM measured nothing.
+        "kv_cache_bytes": getattr(_worker(llm), "available_kv_cache_memory_bytes", None),
         "kv_block_size": cache.block_size,
         "workspace_bytes": sum(one.workspace_bytes for one in intercepts),
         "plans": dict(sum((one.plans_taken for one in intercepts), Counter())),

@@ -78,10 +78,13 @@ print(seen)
 """
 
 
-def run(code: str, step: Path, revision: str, backend: str = "torch") -> subprocess.CompletedProcess[str]:
+def run(
+    code: str, step: Path, revision: str, backend: str = "torch", **variables: str
+) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(GATE)}
     paths = f"{HERE}{os.pathsep}{HERE / 'standin'}"
     env = {**clean, "PYTHONPATH": paths, "VLLM_HCU_STANDIN": revision, GATE: "1", GATE + "_BACKEND": backend}
+    env |= {f"{GATE}_{name}": value for name, value in variables.items()}
     return subprocess.run(
         [sys.executable, "-c", PRELUDE + code, str(step)],
         capture_output=True,
@@ -111,6 +114,21 @@ def test_another_cache_dtype_stops_the_start_up(golden_step: Path) -> None:
 def test_the_function_of_a_revision_with_a_gate(golden_step: Path, revision: str) -> None:
     done = run(FUNCTION, golden_step, revision)
     assert "right" in done.stdout, done.stderr
+
+
+def test_a_layer_is_not_built_with_an_unavailable_backend(golden_step: Path) -> None:
+    build = "hcu.HYV4FlashMLASparseImpl(topk_indices_buffer=torch.zeros(1, 512, dtype=torch.int32))\nprint('built')"
+    assert "built" in run(build, golden_step, "function").stdout
+    done = run(build, golden_step, "function", backend="lightop")
+    assert "built" not in done.stdout
+    assert "LightOp is not installed" in done.stderr
+
+
+@pytest.mark.parametrize(("name", "value"), [("SHADOW", "triton"), ("TRACE", "3")])
+def test_what_the_function_cannot_do_stops_the_start_up(golden_step: Path, name: str, value: str) -> None:
+    done = run("print('started')", golden_step, "function", **{name: value})
+    assert "started" not in done.stdout
+    assert f"{GATE}_{name} cannot be honoured" in done.stderr
 
 
 def test_the_hosts_reuse_arguments_map_onto_ours(golden_step: Path) -> None:

@@ -52,6 +52,15 @@ class LightOpKVReuseState(SimpleNamespace):
     """What a group of layers that share an indexer keeps: `compact_indices` and `dedup_key`."""
 
 
+if REVISION in ("function", "old_function"):
+
+    class HYV4FlashMLASparseImpl:
+        """The attention object of a revision whose step calls the gather function."""
+
+        def __init__(self, *, topk_indices_buffer):
+            self.topk_indices_buffer = topk_indices_buffer
+
+
 if REVISION == "function":
 
     def gather_dequantize_fp8_ds_mla_cache(
