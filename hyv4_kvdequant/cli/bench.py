@@ -13,12 +13,21 @@ from rich.table import Table
 
 from hyv4_kvdequant.bench.gather import FLOOR, GatherShape, Measurement, count_measurements, measure_gather
 from hyv4_kvdequant.cli.bench_prefill import bench_prefill
-from hyv4_kvdequant.cli.console import DeviceOption, JsonOption, default_device, device_name, err, out, print_json
+from hyv4_kvdequant.cli.console import (
+    DeviceOption,
+    JsonOption,
+    default_device,
+    describe_run,
+    device_name,
+    err,
+    out,
+    print_json,
+)
 from hyv4_kvdequant.contract import ConfigurationError, GatherDequantBackend, Target
 from hyv4_kvdequant.probe import probe_backends
 from hyv4_kvdequant.selector import get_backend
 from hyv4_kvdequant.timing import RUNS
-from hyv4_kvdequant.versions import describe_versions, installed_versions
+from hyv4_kvdequant.versions import describe_versions
 
 app = typer.Typer(invoke_without_command=True)
 app.command("prefill")(bench_prefill)
@@ -119,13 +128,7 @@ def _as_dict(measurements: list[Measurement], shape: GatherShape, device: torch.
     for one in measurements:
         row = {key: value for key, value in asdict(one).items() if key != "timing"}
         rows.append({**row, **one.timing._asdict()})
-    return {
-        "device": str(device),
-        "device_name": device_name(device),
-        "versions": installed_versions(),
-        "measured": _describe(shape),
-        "measurements": rows,
-    }
+    return {**describe_run(device, _describe(shape)), "measurements": rows}
 
 
 def _describe(shape: GatherShape) -> str:

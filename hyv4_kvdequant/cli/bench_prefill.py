@@ -11,12 +11,21 @@ from rich.table import Table
 
 from hyv4_kvdequant.bench.gather import FLOOR
 from hyv4_kvdequant.bench.prefill import BatchShape, Part, measure_step
-from hyv4_kvdequant.cli.console import DeviceOption, JsonOption, default_device, device_name, err, out, print_json
+from hyv4_kvdequant.cli.console import (
+    DeviceOption,
+    JsonOption,
+    default_device,
+    describe_run,
+    device_name,
+    err,
+    out,
+    print_json,
+)
 from hyv4_kvdequant.contract import Target
 from hyv4_kvdequant.selector import choose_name
 from hyv4_kvdequant.settings import load_settings
 from hyv4_kvdequant.timing import RUNS
-from hyv4_kvdequant.versions import describe_versions, installed_versions
+from hyv4_kvdequant.versions import describe_versions
 
 
 def bench_prefill(
@@ -83,14 +92,7 @@ def _as_dict(parts: list[Part], backend: str, shape: BatchShape, device: torch.d
         of_copy, of_slot = _ratios(part, parts)
         row = {"part": part.name.strip(), "rows": part.rows, "of_copy": of_copy, "of_per_slot": of_slot}
         rows.append({**row, **part.timing._asdict()})
-    return {
-        "backend": backend,
-        "device": str(device),
-        "device_name": device_name(device),
-        "versions": installed_versions(),
-        "measured": _describe(shape),
-        "parts": rows,
-    }
+    return {"backend": backend, **describe_run(device, _describe(shape)), "parts": rows}
 
 
 def _describe(shape: BatchShape) -> str:

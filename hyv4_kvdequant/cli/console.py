@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from hyv4_kvdequant.contract import ConfigurationError
+from hyv4_kvdequant.versions import installed_versions
 
 out = Console()
 err = Console(stderr=True)
@@ -46,3 +47,13 @@ def default_device(device: str | None) -> torch.device:
 def device_name(device: torch.device) -> str:
     """What a benchmark's numbers belong to."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def describe_run(device: torch.device, measured: str) -> dict[str, Any]:
+    """What a benchmark's JSON says beside its numbers."""
+    return {
+        "device": str(device),
+        "device_name": device_name(device),
+        "versions": installed_versions(),
+        "measured": measured,
+    }

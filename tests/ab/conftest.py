@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hyv4_kvdequant import selector
+
 PLUGIN = Path(__file__).parents[1] / "plugins" / "wrong_backend"
 
 
@@ -25,3 +27,9 @@ def wrong_plugin(wrong_plugin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """The plugin on this process's import path."""
     monkeypatch.syspath_prepend(str(wrong_plugin_folder))
     return wrong_plugin_folder
+
+
+@pytest.fixture
+def fresh_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends read the fault when they are made, so every test makes its own."""
+    monkeypatch.setattr(selector, "_instances", {})

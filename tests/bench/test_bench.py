@@ -45,13 +45,11 @@ def test_json_has_every_measurement() -> None:
 
 
 def test_the_plot_is_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     run("--tokens", "1,2", "--plot", str(tmp_path / "bench.png"))
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plot_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     arguments = ["--backend", "torch", *SMALL, "--tokens", "1", "--plot", str(tmp_path / "bench.word")]
     error = CliRunner().invoke(bench.app, arguments).exception
     assert isinstance(error, ConfigurationError)

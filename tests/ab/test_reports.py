@@ -1,0 +1,93 @@
+"""Reports: whole whenever a process dies, told apart by run, merged by rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from shadowing import make_call, observe, settings, shadow_of
+
+import hyv4_kvdequant as h
+from hyv4_kvdequant.ab.report import merge, read_reports
+
+pytestmark = pytest.mark.usefixtures("wrong_plugin", "fresh_instances")
+
+
+def test_the_report_folder_is_made_or_refused_at_start_up(tmp_path: Path) -> None:
+    shadow = shadow_of(settings(tmp_path / "a" / "b"))
+    assert len(read_reports(tmp_path / "a" / "b")) == 1
+    shadow.close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(h.ConfigurationError, match="cannot be written"):
+        shadow_of(settings(tmp_path / "file"))
+
+
+def test_runs_in_one_folder_are_told_apart_and_ranks_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WRONG_BACKEND_FAULT", "element")
+    for run_id, rank in (("old", 0), ("new", 0), ("new", 1)):
+        shadow = shadow_of(settings(tmp_path), rank=rank, run_id=run_id)
+        observe(shadow, make_call())
+        shadow.close()
+    reports = read_reports(tmp_path)
+    verdict = merge(reports)
+    assert verdict.run_id == "new"
+    assert [report.rank for report in verdict.ranks] == [0, 1]
+    assert verdict.layers["layer.0"].rows_differ == 2
+    assert merge(reports, "old").total.calls == 1
+    with pytest.raises(h.ConfigurationError, match="holds new, old"):
+        merge(reports, "other")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"format": "other", "version": 1}', '{"format": "hyv4_kvdequant.shadow_report", "version": 99}'],
+)
+def test_a_file_that_is_no_report_is_told(tmp_path: Path, content: str) -> None:
+    (tmp_path / "shadow-x-rank0.json").write_text(content)
+    with pytest.raises(h.ConfigurationError, match=r"shadow-x-rank0\.json"):
+        read_reports(tmp_path)
+
+
+# One process imports PyTorch, then has a child write into each folder until the child is killed.
+WRITERS = """
+import os, sys
+from pathlib import Path
+from hyv4_kvdequant.ab.counters import LayerCounters
+from hyv4_kvdequant.ab.report import Report, write_report
+layers = {f"layer.{i}": LayerCounters(calls=i) for i in range(80)}
+for folder in sys.argv[1:]:
+    writer, number = os.fork(), 0
+    while writer == 0:
+        number += 1
+        write_report(Path(folder), Report("run", 0, float(number), False, "a", "b", "cpu", number, layers=layers))
+        if number == 1:
+            print(os.getpid(), flush=True)
+    os.waitpid(writer, 0)
+"""
+
+
+def test_a_process_killed_at_any_point_leaves_a_complete_report(tmp_path: Path) -> None:
+    delays = np.random.default_rng(0).uniform(0, 0.02, 50)
+    folders = [tmp_path / f"kill{turn}" for turn in range(len(delays))]
+    for folder in folders:
+        folder.mkdir()
+    seen = 0
+    command = [sys.executable, "-c", WRITERS, *map(str, folders)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for folder, delay in zip(folders, delays, strict=True):
+            writer = int(process.stdout.readline())
+            time.sleep(delay)
+            os.kill(writer, signal.SIGKILL)
+            (report,) = read_reports(folder)
+            assert len(report.layers) == 80
+            assert report.every == report.updated
+            seen = max(seen, report.every)
+    assert process.returncode == 0
+    assert seen > 1
