@@ -89,7 +89,8 @@ def _short_default(default: Any) -> Any:
 def _describe_command(path: str, command: Any, found: dict[str, str]) -> None:
     for name, child in sorted(getattr(command, "commands", {}).items()):
         _describe_command(f"{path} {name}", child, found)
-    if not hasattr(command, "commands"):
+    # A group that does something by itself, as `bench` does, is a command too.
+    if not hasattr(command, "commands") or command.invoke_without_command:
         params = [param for param in command.params if param.name != "help"]
         found[path] = " ".join(_describe_parameter(param) for param in params)
 
