@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
@@ -11,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from hyv4_kvdequant.ab.at_exit import call_at_exit
 from hyv4_kvdequant.ab.compare import compare
 from hyv4_kvdequant.ab.counters import COLUMN, LayerCounters, fresh_row, read_row
 from hyv4_kvdequant.ab.metrics import ShadowMetrics
@@ -91,7 +91,7 @@ class Shadow:
         )
         self._thread = threading.Thread(target=self._watch, daemon=True, name=f"hyv4-kvdequant-shadow-{rank}")
         self._thread.start()
-        atexit.register(self.close)
+        self._at_exit = call_at_exit(self.close)
 
     def _prepare_folder(self) -> None:
         if self.report_dir is None:
@@ -230,7 +230,7 @@ class Shadow:
             return
         self._closed.set()
         self._thread.join()
-        atexit.unregister(self.close)
+        self._at_exit.cancel()
         self._tell(finished=True)
         total = self._report(finished=True).total
         logger.info(

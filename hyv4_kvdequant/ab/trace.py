@@ -6,7 +6,6 @@ be read off. Eager calls only; a captured graph runs no Python.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import queue
 import re
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from hyv4_kvdequant.ab.at_exit import call_at_exit
 from hyv4_kvdequant.contract import ConfigurationError, GatherCall, GatherDequantBackend, RecordLayout
 from hyv4_kvdequant.registry import describe
 from hyv4_kvdequant.settings import Settings, variable_name
@@ -74,7 +74,7 @@ class Recorder:
         self._queue: queue.Queue[_Snapshot | None] = queue.Queue(maxsize=4)
         self._thread = threading.Thread(target=self._write_all, daemon=True, name=f"hyv4-kvdequant-trace-{rank}")
         self._thread.start()
-        atexit.register(self.close)
+        self._at_exit = call_at_exit(self.close)
 
     def record(
         self, call: GatherCall, layer: str, query: torch.Tensor | None = None, evidence: torch.Tensor | None = None
@@ -159,7 +159,7 @@ class Recorder:
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
-        atexit.unregister(self.close)
+        self._at_exit.cancel()
 
 
 def _selected_records(call: GatherCall) -> torch.Tensor:

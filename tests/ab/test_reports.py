@@ -91,3 +91,30 @@ def test_a_process_killed_at_any_point_leaves_a_complete_report(tmp_path: Path) 
             seen = max(seen, report.every)
     assert process.returncode == 0
     assert seen > 1
+
+
+LEFT_OPEN = """
+import multiprocessing, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from shadowing import make_call, observe, settings, shadow_of
+
+def serve(rank):
+    shadow = shadow_of(settings(Path(sys.argv[2]), shadow="dedup"), rank=rank, run_id="run")
+    observe(shadow, make_call())
+
+worker = multiprocessing.get_context("fork").Process(target=serve, args=(1,))
+worker.start()
+worker.join()
+serve(0)
+"""
+
+
+def test_reports_are_finished_by_whatever_kind_of_process(tmp_path: Path, wrong_plugin_folder: Path) -> None:
+    """Nobody closes the shadow: one is in a forked worker, which does not run what `atexit` holds."""
+    env = {**os.environ, "PYTHONPATH": str(wrong_plugin_folder)}
+    here = str(Path(__file__).parent)
+    subprocess.run([sys.executable, "-c", LEFT_OPEN, here, str(tmp_path)], env=env, check=True)
+    reports = {report.rank: report for report in read_reports(tmp_path)}
+    assert {rank: report.finished for rank, report in reports.items()} == {0: True, 1: True}
+    assert all(report.total.calls == 1 for report in reports.values())

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +127,22 @@ def soak(llm: Any, seconds: float) -> dict[str, Any]:
                 aborts[name] = upcoming.abort_after
             upcoming = next(requests)
             next_arrival = step + upcoming.wait
+        # Who hangs up before the first token may still wait, or be in the middle of its prompt.
+        silent = {name for name, tokens in aborts.items() if tokens == 0}
+        spoken = set()
         for output in engine.step():
-            done = len(output.outputs[0].token_ids)
-            if output.request_id in aborts and done >= aborts[output.request_id] and not output.finished:
-                engine.abort_request([output.request_id])
-                del aborts[output.request_id]
-                counts["aborted"] += 1
-            counts["finished"] += output.finished
+            name, done = output.request_id, len(output.outputs[0].token_ids)
+            silent.discard(name)
+            if output.finished:
+                aborts.pop(name, None)
+                counts["finished"] += 1
+            elif name in aborts and done >= aborts[name]:
+                spoken.add(name)
+        for name in silent | spoken:
+            engine.abort_request([name])
+            del aborts[name]
+        counts["aborted"] += len(spoken)
+        counts["aborted_before_a_token"] += len(silent)
         step += 1
         open_files = len(list(Path("/proc/self/fd").iterdir()))
         samples.append([torch.cuda.memory_allocated(), open_files, threading.active_count()])
@@ -182,10 +192,14 @@ def attempt(function: Callable[[], Any]) -> Any:
 
 
 def memory(llm: Any) -> dict[str, Any]:
-    """What vLLM made of its memory, and what the process took at most."""
+    """What vLLM made of its memory, and what the process took at most; nothing where workers have processes of their
+    own."""
     from hyv4_kvdequant.hosts import vllm_mainline
 
-    cache = llm.llm_engine.vllm_config.cache_config
+    config = llm.llm_engine.vllm_config
+    if config.parallel_config.world_size > 1:
+        return {}
+    cache = config.cache_config
     intercepts = list(vllm_mainline._intercepts.values())
     return {
         "kv_blocks": cache.num_gpu_blocks,
@@ -216,7 +230,27 @@ def run(configuration: Configuration, checkpoints: Path, seconds: float) -> dict
         result[name] = attempt(lambda check=CHECKS[name]: check(llm, seconds))  # type: ignore[misc]
         result[f"{name}_seconds"] = time.monotonic() - before
     result["memory"] = attempt(lambda: memory(llm))
+    result["left"] = attempt(lambda: left_after_shutdown(llm))
     return result
+
+
+def left_after_shutdown(llm: Any) -> dict[str, list[str]]:
+    """Threads and open files of this package once the engine and its shadow are shut down."""
+    from hyv4_kvdequant.hosts import vllm_mainline
+
+    llm.llm_engine.engine_core.shutdown()
+    shadows = [one.shadow for one in vllm_mainline._intercepts.values() if one.shadow is not None]
+    folders = {str(shadow.report_dir) for shadow in shadows}
+    for shadow in shadows:
+        shadow.close()
+    files = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the folder's own entry is gone by now
+            files.append(str(entry.readlink()))
+    return {
+        "threads": [thread.name for thread in threading.enumerate() if thread.name.startswith("hyv4")],
+        "files": [file for file in files if any(file.startswith(folder) for folder in folders)],
+    }
 
 
 def main() -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "VLLM_HCU_HYV4_FP8_KV_DEQUANT"
+BACKEND_IN_LOG = "HY V4 fp8 KV dequantization is on: backend"
+
+
+def without_ours() -> dict[str, str]:
+    """This process's variables but for this package's: a gate that is on in somebody's shell would be on in all."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,16 @@ class Configuration:
     def checkpoint(self) -> str:
         """Folder name of the checkpoint it loads."""
         return f"tiny-{self.heads}{'-mtp' if self.mtp else ''}"
+
+    def asked(self) -> dict[str, Any]:
+        """What the judge has to know of it."""
+        return {
+            "gate": self.backend is not None,
+            "graphs": self.graphs,
+            "heads": self.heads,
+            "mtp": self.mtp,
+            "ranks": self.tensor_parallel,
+        }
 
     def environ(self, report_dir: str) -> dict[str, str]:
         """The variables of its process."""
@@ -102,5 +119,6 @@ CONFIGURATIONS = (
     Configuration("heads32-graphs", **_BOTH, heads=32, graphs=True, checks=("short", "long")),
     Configuration("mtp-graphs", **_BOTH, graphs=True, mtp=True, checks=("long",)),
     Configuration("mtp-eager", **_BOTH, mtp=True, checks=("long",)),
+    Configuration("heads32-mtp-eager", **_BOTH, heads=32, mtp=True, checks=("long", "on_off")),
     Configuration("tensor-parallel", **_BOTH, graphs=True, tensor_parallel=2, checks=("long",)),
 )

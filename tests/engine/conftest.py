@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     import run
+    import torch
 
+    if not torch.cuda.is_available() or find_spec("vllm") is None:
+        pytest.skip("needs a GPU and vLLM")
     option = request.config.getoption
     out = option("--engine-out", default=None) or tmp_path_factory.mktemp("engine")
     suite = run.Suite(out, option("--soak-seconds", default=60.0), budget_seconds=3600.0)

@@ -43,7 +43,7 @@ class Request:
         prompt: token ids.
         max_tokens: tokens to generate.
         wait: engine steps after the previous request's arrival.
-        abort_after: tokens after which the client hangs up; None when it does not.
+        abort_after: tokens after which the client hangs up, 0 for before the first; None when it does not.
     """
 
     prompt: list[int]
@@ -70,7 +70,7 @@ def traffic(
         length = round(longest ** rng.uniform(0.2, 1.0))
         start = rng.choice(common) if rng.random() < 1 / 3 and length > prefix else []
         max_tokens = rng.randint(1, longest_output)
-        abort_after = rng.randint(0, max_tokens) if rng.random() < 0.1 else None
+        abort_after = rng.choice((0, rng.randint(1, max_tokens))) if rng.random() < 0.1 else None
         yield Request(
             start + _words(rng, length - len(start)), max_tokens, rng.choice((0, 0, 1, 2, 5, 20)), abort_after
         )

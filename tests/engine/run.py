@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,13 +23,18 @@ from typing import Any
 import serve
 import torch
 from checks import Line, judge
-from configurations import CONFIGURATIONS, Configuration
+from configurations import BACKEND_IN_LOG, CONFIGURATIONS, Configuration, without_ours
+from processes import kill_all, run_to_the_end
 from tiny_model import write_checkpoint
 
 from hyv4_kvdequant.versions import describe_versions
 
 HERE = Path(__file__).parent
 ENGINE_SECONDS = 300.0
+# The checks reach into the engine, so it has to be in their process; spawned workers end in order, forked ones do not
+# run what Python does at exit.
+ENGINE_VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+OTHER_NAMES = ("serve", "start-up")
 
 
 class Suite:
@@ -51,16 +57,20 @@ class Suite:
         name = configuration.name
         reports, path = self.out / name / "reports", self.out / f"{name}.json"
         checkpoints = self.out / "checkpoints"
+        # What an earlier run left here would be read as this one's.
+        path.unlink(missing_ok=True)
+        shutil.rmtree(reports, ignore_errors=True)
         command = [sys.executable, str(HERE / "child.py"), name, str(checkpoints), str(path), str(self.soak_seconds)]
-        environ = {**os.environ, **configuration.environ(str(reports))}
-        with (self.out / f"{name}.log").open("w") as log:
-            done = subprocess.run(
-                command, env=environ, stdout=log, stderr=subprocess.STDOUT, timeout=ENGINE_SECONDS, check=False
-            )
+        environ = {**without_ours(), **ENGINE_VARIABLES, **configuration.environ(str(reports))}
+        log = self.out / f"{name}.log"
+        limit = ENGINE_SECONDS + (self.soak_seconds if "soak" in configuration.checks else 0)
+        ended = run_to_the_end(command, environ, log, limit)
         if not path.exists():
-            return {"error": f"the process ended with status {done.returncode} and no result"}
+            return {"error": f"the process ended with status {ended.exit_status} and no result"}
         result: dict[str, Any] = json.loads(path.read_text())
-        result["exit_status"] = done.returncode
+        result |= {"exit_status": ended.exit_status, "left_running": ended.left_running}
+        result["named_in_log"] = log.read_text().count(BACKEND_IN_LOG)
+        result["asked"] = configuration.asked()
         if configuration.shadow is not None and "error" not in result:
             result["shadow_report"] = _verdict(reports)
         return result
@@ -72,7 +82,14 @@ class Suite:
 
     def serve(self) -> None:
         """The server."""
-        self._guarded("serve", lambda: serve.served(self._checkpoint, self.out / "serve", self.out / "serve.log"))
+        self._guarded("serve", self._serve)
+
+    def _serve(self) -> dict[str, Any]:
+        folder = self.out / "serve"
+        shutil.rmtree(folder, ignore_errors=True)
+        result = serve.served(self._checkpoint, folder, self.out / "serve.log")
+        result["shadow_report"] = _verdict(folder / "reports")
+        return result
 
     @property
     def _checkpoint(self) -> Path:
@@ -109,6 +126,9 @@ def _verdict(reports: Path) -> dict[str, Any]:
 
 def run(suite: Suite, names: list[str], parallel: int) -> None:
     """Engines whose memory is measured one after the other; everything else side by side."""
+    known = [*(one.name for one in CONFIGURATIONS), *OTHER_NAMES]
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
     chosen = [one for one in CONFIGURATIONS if not names or one.name in names]
     for checkpoint in {one.checkpoint: one for one in CONFIGURATIONS}.values():
         write_checkpoint(suite.out / "checkpoints" / checkpoint.checkpoint, checkpoint.heads, mtp=checkpoint.mtp)
@@ -117,6 +137,9 @@ def run(suite: Suite, names: list[str], parallel: int) -> None:
             suite.engine(configuration)
             if "error" in suite.results[configuration.name]:
                 print(suite.results[configuration.name]["error"], "\nNothing else is started.")
+                rest = [one.name for one in chosen] + [name for name in OTHER_NAMES if not names or name in names]
+                for name in rest:
+                    suite.results.setdefault(name, {"not_run": f"{configuration.name} did not start"})
                 return
     with ThreadPoolExecutor(parallel) as pool:
         # The soak first: it is what the others have to be done beside.
@@ -126,8 +149,13 @@ def run(suite: Suite, names: list[str], parallel: int) -> None:
             jobs.append(pool.submit(suite.serve))
         if not names or "start-up" in names:
             jobs += [pool.submit(suite.start_up_failure, kind) for kind in serve.FAILURES]
-        for job in jobs:
-            job.result()
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            kill_all()
+            raise
 
 
 def as_markdown(lines: list[Line], results: dict[str, Any]) -> str:
@@ -165,8 +193,13 @@ def main() -> None:
     parser.add_argument("--budget-seconds", type=float, default=3600.0, help="start nothing new after this")
     parser.add_argument("--parallel", type=int, default=3, help="engines at a time, where memory is not measured")
     options = parser.parse_args()
+    # `timeout` and batch systems end a run this way; what it started has to end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     suite = Suite(options.out, options.soak_seconds, options.budget_seconds)
-    run(suite, options.only, options.parallel)
+    try:
+        run(suite, options.only, options.parallel)
+    except ValueError as error:
+        parser.error(str(error))
     lines = write(suite)
     print((options.out / "verdict.md").read_text())
     sys.exit(any(line.holds is False for line in lines))

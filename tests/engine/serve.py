@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -14,7 +13,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from configurations import PREFIX, Configuration
+from configurations import BACKEND_IN_LOG, PREFIX, Configuration, without_ours
+from processes import run_to_the_end, start, wait
 from prompts import long_prompts
 
 READY_SECONDS = 150.0
@@ -40,7 +40,7 @@ def command(checkpoint: Path, port: int, *more: str) -> list[str]:
 
 def environ(variables: dict[str, str]) -> dict[str, str]:
     """This process's environment with the gate on and the engine in a process of its own, as users have it."""
-    return {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", PREFIX: "1", **variables}
+    return {**without_ours(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1", PREFIX: "1", **variables}
 
 
 def free_port() -> int:
@@ -52,20 +52,13 @@ def free_port() -> int:
 def start_up_failure(kind: str, checkpoint: Path, log: Path) -> dict[str, Any]:
     """Starts a server that must not start."""
     variables, arguments, message = FAILURES[kind]
-    start = time.monotonic()
-    with log.open("w") as file:
-        done = subprocess.run(
-            command(checkpoint, free_port(), *arguments),
-            env=environ(variables),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            timeout=READY_SECONDS,
-            check=False,
-        )
+    began = time.monotonic()
+    ended = run_to_the_end(command(checkpoint, free_port(), *arguments), environ(variables), log, READY_SECONDS)
     lines = [line for line in log.read_text().splitlines() if message in line]
     return {
-        "exit_status": done.returncode,
-        "seconds": time.monotonic() - start,
+        "exit_status": ended.exit_status,
+        "left_running": ended.left_running,
+        "seconds": time.monotonic() - began,
         "message": lines[0].strip() if lines else None,
     }
 
@@ -79,12 +72,11 @@ def served(checkpoint: Path, folder: Path, log: Path) -> dict[str, Any]:
         PREFIX + "_SHADOW": "torch",
         PREFIX + "_REPORT_DIR": str(folder / "reports"),
         "PROMETHEUS_MULTIPROC_DIR": str(metrics_dir),
+        # Without it the server kills its engine the moment it is told to stop, and the report's last state is lost.
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "20",
     }
     port = free_port()
-    with log.open("w") as file:
-        server = subprocess.Popen(
-            command(checkpoint, port), env=environ(variables), stdout=file, stderr=subprocess.STDOUT
-        )
+    server = start(command(checkpoint, port), environ(variables), log)
     try:
         url = f"http://127.0.0.1:{port}"
         seconds = _wait_until_ready(url, server)
@@ -94,15 +86,16 @@ def served(checkpoint: Path, folder: Path, log: Path) -> dict[str, Any]:
         metrics = _ask(url + "/metrics")
     finally:
         server.send_signal(signal.SIGTERM)
-        status = server.wait(60)
+        ended = wait(server, 60)
     series = re.findall(r"^hyv4_kvdequant_shadow_calls_total\{.*\} ([0-9.e+]+)$", metrics, re.MULTILINE)
     return {
         "ready_seconds": seconds,
         "generated": answer["usage"]["completion_tokens"],
         "series": len(series),
         "shadow_calls": sum(float(value) for value in series),
-        "named_in_log": log.read_text().count("HY V4 fp8 KV dequantization is on: backend triton"),
-        "exit_status": status,
+        "named_in_log": log.read_text().count(BACKEND_IN_LOG),
+        "exit_status": ended.exit_status,
+        "left_running": ended.left_running,
     }
 
 
@@ -114,13 +107,13 @@ def _ask(url: str, body: dict[str, Any] | None = None) -> str:
 
 
 def _wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> float:
-    start = time.monotonic()
-    while time.monotonic() < start + READY_SECONDS:
+    began = time.monotonic()
+    while time.monotonic() < began + READY_SECONDS:
         if server.poll() is not None:
             raise RuntimeError(f"the server ended with status {server.returncode}")
         try:
             _ask(url + "/health")
-            return time.monotonic() - start
+            return time.monotonic() - began
         except OSError:
             time.sleep(0.5)
     raise TimeoutError(f"the server was not ready within {READY_SECONDS:.0f} s")

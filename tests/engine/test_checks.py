@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tiny_model import INDEXERS, LAYERS, make_config, write_checkpoint
 
 SHORT = {"first": [[[5, 6], [[[5, -0.5]], [[6, -0.25]]]]], "again": [[[5, 6], [[[5, -0.5]], [[6, -0.25]]]]]}
+ASKED = {"gate": True, "graphs": False, "heads": 8, "mtp": False, "ranks": 1}
 COUNTED = {"rows_differ": 0, "index_disagreements": 0, "rows_compared": 9, "calls": 3}
 GOOD: dict[str, dict[str, Any]] = {
     "off-eager": {
@@ -24,12 +25,30 @@ GOOD: dict[str, dict[str, Any]] = {
     "triton-eager": {
         "short": SHORT,
         "teacher": [[-1.01, -2.0]],
-        "on_off": {"decode": {"calls": 2, "out": 2e-3, "lse": 1e-6, "infinite_lse_differs": 0}},
+        "asked": ASKED,
+        "named_in_log": 1,
+        "left_running": [],
+        "left": {"threads": [], "files": []},
+        "on_off": {
+            "shapes": {"decode: q (1, 8, 8, 576)": 2},
+            "prefill": {"calls": 2, "out": 5e-4, "lse": 1e-6, "infinite_lse_differs": 0},
+            "decode": {"calls": 2, "out": 2e-3, "lse": 1e-6, "infinite_lse_differs": 0},
+        },
         "memory": {"kv_blocks": 6, "kv_cache_bytes": 2 * 2**30, "peak_allocated": 5, "workspace_bytes": 2**30},
     },
     "torch-eager": {"short": SHORT},
+    "heads32-mtp-eager": {
+        "asked": {**ASKED, "heads": 32, "mtp": True},
+        "on_off": {
+            "shapes": {"decode: q (8, 4, 32, 576)": 2},
+            "decode": {"calls": 2, "out": 2e-3, "lse": 1e-6, "infinite_lse_differs": 0},
+        },
+    },
+    "off-graphs": {"asked": {**ASKED, "gate": False}, "named_in_log": 0},
     "shadow-graphs": {
         "exit_status": 0,
+        "asked": {**ASKED, "graphs": True},
+        "memory": {"plans": {"slot": 2}},
         "shadow_report": {
             "exit_status": 0,
             "total": COUNTED,
@@ -43,7 +62,7 @@ GOOD: dict[str, dict[str, Any]] = {
         "soak": {
             "seconds": 3.0,
             **dict.fromkeys(("requests", "finished", "aborted", "steps", "prompt_tokens"), 4),
-            **dict.fromkeys(("preemptions", "prefix_hit_tokens"), 2),
+            **dict.fromkeys(("aborted_before_a_token", "preemptions", "prefix_hit_tokens"), 2),
             "tenths": {"first": [1e9, 70, 4], "last": [1e9, 70, 4]},
         }
     },
@@ -88,7 +107,14 @@ def test_what_is_right_holds() -> None:
         ("start-up: unknown backend/exit_status", 0, "stops the start-up"),
         ("start-up: unknown backend/message", None, "stops the start-up"),
         ("serve/shadow_calls", 0.0, "/metrics"),
-        ("serve/named_in_log", 2, "names the backend once"),
+        ("serve/named_in_log", 2, "serve: each worker names its backend once"),
+        ("off-graphs/named_in_log", 1, "off-graphs: each worker"),
+        ("triton-eager/left_running", ["EngineCore"], "leaves no process"),
+        ("triton-eager/left/threads", ["hyv4-kvdequant-shadow-0"], "no thread"),
+        ("triton-eager/on_off", {"shapes": {}}, "decode agrees"),
+        ("heads32-mtp-eager/on_off/shapes", {"decode: q (8, 1, 32, 576)": 2}, "rows of requests"),
+        ("shadow-graphs/shadow_report/total/calls", 2, "replays are compared"),
+        ("shadow-graphs/shadow_report/captured", [], "replays are compared"),
     ],
 )
 def test_what_is_broken_is_seen(path: str, value: Any, claim: str) -> None:
