@@ -46,32 +46,12 @@ def time_eager(function: Callable[[], object], device: torch.device, runs: int =
 
     Stops early, after at least 5 runs, once the runs took 3 seconds.
     """
-    cold = ColdCache(device)
-    for _ in range(_WARM_UPS):
-        function()
-    once = _once_on_gpu if device.type == "cuda" else _once_on_cpu
-
-    def run() -> float:
-        cold()
-        return once(function)
-
-    return _repeat(run, runs)
+    return _repeat(single_runs(function, device, graph=False), runs)
 
 
 def time_graph(function: Callable[[], object], device: torch.device, runs: int = RUNS) -> Timing:
     """Records the function once in a CUDA or HIP graph and times replays; see `time_eager` for `runs`."""
-    cold = ColdCache(device)
-    for _ in range(_WARM_UPS):
-        function()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-
-    def run() -> float:
-        cold()  # keeps the device busy while the replay is enqueued
-        return _between_events(graph.replay)
-
+    run = single_runs(function, device, graph=True)
     for _ in range(_WARM_UPS):
         run()
     return _repeat(run, runs)
@@ -163,7 +143,7 @@ def single_runs(function: Callable[[], object], device: torch.device, *, graph: 
         once = partial(_once_on_gpu if device.type == "cuda" else _once_on_cpu, function)
 
     def run() -> float:
-        cold()
+        cold()  # on a GPU also keeps the device busy while a replay is enqueued
         return once()
 
     return run

@@ -10,6 +10,7 @@ import torch
 
 from hyv4_kvdequant.contract import FP8_DS_MLA, ConfigurationError, GatherCall, GatherDequantBackend, RecordLayout
 from hyv4_kvdequant.gather import run_call
+from hyv4_kvdequant.plans.choice import moved_bytes
 from hyv4_kvdequant.timing import RUNS, Timing, time_eager, time_graph, time_once
 
 FLOOR = "copy"
@@ -64,7 +65,7 @@ class GatherShape:
     @property
     def num_bytes(self) -> int:
         """Bytes that a call without deduplication reads and writes: records, rows and both index arrays."""
-        return self.num_tokens * self.topk * (self.layout.row_bytes + 2 * self.layout.row_dim + 2 * 4)
+        return self.num_tokens * self.topk * moved_bytes(self.layout)
 
 
 @dataclass(frozen=True)

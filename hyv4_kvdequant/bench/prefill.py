@@ -13,7 +13,7 @@ from hyv4_kvdequant.bench.gather import FLOOR, make_cache
 from hyv4_kvdequant.contract import FP8_DS_MLA, ConfigurationError, GatherCall, RecordLayout
 from hyv4_kvdequant.gather import run_call
 from hyv4_kvdequant.hosts.intercept import AttentionCall, AttentionPart, Batch, HostFacts, Intercept
-from hyv4_kvdequant.plans.choice import BatchSizes, Segment
+from hyv4_kvdequant.plans.choice import BatchSizes, Segment, moved_bytes
 from hyv4_kvdequant.plans.remap import remap_slots
 from hyv4_kvdequant.settings import load_settings
 from hyv4_kvdequant.timing import RUNS, Timing, time_queued
@@ -91,7 +91,7 @@ def measure_step(backend: str, shape: BatchShape, device: torch.device, runs: in
     """
     bench = _Bench(backend, shape, device)
     time = partial(time_queued, device=device, runs=runs)
-    source = torch.ones(shape.context_rows * _moved_bytes(shape.layout) // 2, dtype=torch.uint8, device=device)
+    source = torch.ones(shape.context_rows * moved_bytes(shape.layout) // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     yield Part(FLOOR, time(partial(target.copy_, source)), shape.context_rows)
     del source, target
@@ -107,10 +107,6 @@ def measure_step(backend: str, shape: BatchShape, device: torch.device, runs: in
     attention = peers.flashmla_attention(bench.query, bench.rows, bench.row_indices)
     if attention is not None:
         yield Part("BF16 sparse kernel", time(attention))
-
-
-def _moved_bytes(layout: RecordLayout) -> int:
-    return layout.row_bytes + 2 * layout.row_dim + 2 * 4
 
 
 class _Bench:

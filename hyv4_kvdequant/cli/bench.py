@@ -64,9 +64,11 @@ def bench(
     if as_json:
         print_json(_as_dict(measurements, shapes[0], where))
         return
-    modes = list(dict.fromkeys(one.mode for one in measurements))
-    for mode in modes:
-        out.print(_table([one for one in measurements if one.mode == mode], _TITLES[mode]))
+    for mode, title in _TITLES.items():
+        if rows := [one for one in measurements if one.mode == mode]:
+            out.print(_table(rows, title))
+    first = [f"{one.backend} {one.timing.median_us / 1e6:.2f} s" for one in measurements if one.mode == "first"]
+    out.print(f"First call, compilation included if nothing was cached: {', '.join(first)}", highlight=False)
     out.print(f"Device: {device_name(where)}; {_describe(shapes[0])}", highlight=False)
     out.print(f"Versions: {describe_versions()}", highlight=False)
 
@@ -74,7 +76,6 @@ def bench(
 _TITLES = {
     "graph": "replay of a graph that holds the call",
     "eager": "eager call on an idle device, its launch included",
-    "first": "a backend's first call in this process, compilation included where the compiler's cache has nothing",
 }
 
 

@@ -77,7 +77,9 @@ def _check_settings(module: ModuleType) -> None:
 def _check_backend(wrapped: Any, impl: Any, args: Any, kwargs: Any) -> None:
     """A backend that cannot be had on the worker's device stops the start-up, not the first token."""
     wrapped(*args, **kwargs)
-    select_backend(Target.detect(impl.topk_indices_buffer.device))
+    # Without the buffer: hosts build their layers with the accelerator as PyTorch's default device.
+    buffer = getattr(impl, "topk_indices_buffer", None)
+    select_backend(Target.detect(torch.get_default_device() if buffer is None else buffer.device))
 
 
 # --- revisions without a gate: the kernel call ---

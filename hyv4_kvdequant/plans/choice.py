@@ -8,8 +8,9 @@ from typing import Literal
 
 from hyv4_kvdequant.contract import RecordLayout
 
-# Measured on an H200 (docs/performance.md), in bytes that its memory moves in that time: a context plan's small
-# launches (about 20 us), and a wave of the sparse kernel (about 64 us), which every further segment may add.
+# In bytes that an H200's memory moves in that time (docs/performance.md has the measurements). About 20 us for a
+# context plan, between its tables (32 to 40 us, once a step) and its extra launch (every layer). About 64 us for a
+# wave of the sparse kernel, which every further segment may add.
 CONTEXT_OVERHEAD_BYTES = 80_000_000
 SEGMENT_OVERHEAD_BYTES = 270_000_000
 _INDEX_BYTES = 4
@@ -63,16 +64,17 @@ def choose_segments(sizes: BatchSizes, topk: int, capacity_rows: int, layout: Re
     return min(ways, key=lambda segments: _cost(segments, sizes, topk, layout))
 
 
-def _row_bytes(layout: RecordLayout) -> int:
+def moved_bytes(layout: RecordLayout) -> int:
+    """Bytes that one gathered row reads and writes: its record, its BF16 row, and both indices."""
     return layout.row_bytes + 2 * layout.row_dim + 2 * _INDEX_BYTES
 
 
 def _slot_bytes(tokens: int, topk: int, layout: RecordLayout) -> int:
-    return tokens * topk * _row_bytes(layout)
+    return tokens * topk * moved_bytes(layout)
 
 
 def _context_bytes(tokens: int, rows: int, topk: int, layout: RecordLayout) -> int:
-    return rows * _row_bytes(layout) + tokens * topk * 2 * _INDEX_BYTES + CONTEXT_OVERHEAD_BYTES
+    return rows * moved_bytes(layout) + tokens * topk * 2 * _INDEX_BYTES + CONTEXT_OVERHEAD_BYTES
 
 
 def _cost(segments: list[Segment], sizes: BatchSizes, topk: int, layout: RecordLayout) -> int:

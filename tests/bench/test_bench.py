@@ -26,7 +26,7 @@ def run(*arguments: str) -> str:
 
 def test_the_table_shows_backends_beside_the_floor_and_says_what_was_measured() -> None:
     printed = run("--tokens", "1,3")
-    for part in ("torch", FLOOR, "eager", "CPU", "topk 8", "context 128 of 256 slots", "caches cold"):
+    for part in ("torch", FLOOR, "eager", "CPU", "topk 8", "context 128 of 256 slots", "caches cold", "First call"):
         assert part in printed.replace("\n", " ")
 
 

@@ -23,7 +23,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     import torch
 
     if not torch.cuda.is_available() or find_spec("vllm") is None:
-        pytest.skip("needs a GPU and vLLM")
+        pytest.fail("the engine suite needs a GPU and vLLM; leave out `-m engine` where there are none")
     option = request.config.getoption
     out = option("--engine-out", default=None) or tmp_path_factory.mktemp("engine")
     suite = run.Suite(out, option("--soak-seconds", default=60.0), budget_seconds=3600.0)
