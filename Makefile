@@ -38,7 +38,7 @@ clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # The vLLM suite: each real vLLM in an environment of its own, CPU PyTorch, nothing of vLLM patched.
-VLLM_VERSIONS := 0.29.0 0.33.0
+VLLM_VERSIONS := 0.29.0 0.33.0 0.34.0
 
 test-vllm: $(VLLM_VERSIONS:%=test-vllm-%)
 

@@ -21,12 +21,21 @@ import torch
 from hyv4_kvdequant.contract import FP8_DS_MLA, HostError, InvalidCallError, Target
 from hyv4_kvdequant.gather import GatherResult, gather_dequantize
 from hyv4_kvdequant.hosts import vllm_mainline
-from hyv4_kvdequant.hosts.hooking import check_method, find_class, on_import, wrap
+from hyv4_kvdequant.hosts.hooking import check_callable, find_class, find_revision, on_import, wrap
+from hyv4_kvdequant.hosts.revisions import Revision
 from hyv4_kvdequant.selector import select_backend
 from hyv4_kvdequant.settings import GATE, load_settings, variable_name
+from hyv4_kvdequant.versions import installed_version
 
 MODULE = "vllm_hcu.models.hy_v4.hcu_sparse"
 IMPL_CLASS = "HYV4FlashMLASparseImpl"
+# What mainline had when these revisions were made; `topk_length` of vLLM 0.34.0 has not been seen in any of them.
+REVISIONS = (
+    Revision(
+        "vllm_hcu without a gate of its own",
+        {"_fp8_flash_mla_kernel": "self, q, kv_c_and_k_pe_cache, topk_indices, kernel_metadata"},
+    ),
+)
 FUNCTION = "gather_dequantize_fp8_ds_mla_cache"
 FUNCTION_PARAMETERS = ("kv_cache", "topk_indices", "kv_lora_rank", "qk_rope_head_dim", "tokens_per_request")
 REUSE_PARAMETERS = ("reuse_state", "allow_mapping_reuse", "mapping_reuse_group_size")
@@ -47,8 +56,8 @@ def hook(module: ModuleType) -> None:
             wrap(getattr(module, IMPL_CLASS), "__init__", _check_backend)
         return
     owner = find_class(module, IMPL_CLASS)
-    check_method(module, owner, "_fp8_flash_mla_kernel", vllm_mainline.KERNEL_PARAMETERS)
-    check_method(module, owner, "_bf16_flash_mla_kernel", vllm_mainline.BF16_PARAMETERS)
+    check_callable(module, owner, "_bf16_flash_mla_kernel", 4)
+    find_revision(module, owner, REVISIONS, f"vllm_hcu {installed_version('vllm-hcu')}")
     wrap(owner, "__init__", _after_init)
     wrap(owner, "_fp8_flash_mla_kernel", _replace_kernel)
 

@@ -1,13 +1,15 @@
-"""Mainline vLLM 0.29.0 to 0.33.0: everything that depends on its code.
+"""Mainline vLLM 0.29.0 to 0.34.0: everything that depends on its code.
 
 Read beside `vllm/models/hy_v4/nvidia/flashmla_sparse.py` (the class we intercept), `.../attention.py` (which builds
 it) and `vllm/v1/attention/backends/mla/flashmla_sparse.py` (its base). There, with an fp8 cache, every call of the
 fp8 kernel goes through one method:
 
-    _fp8_flash_mla_kernel(self, q, kv_c_and_k_pe_cache, topk_indices, kernel_metadata) -> (out, lse)
+    _fp8_flash_mla_kernel(self, q, kv_c_and_k_pe_cache, topk_indices, kernel_metadata, topk_length=None) -> (out, lse)
 
     q             (b, s, heads, 576) bf16: (1, T, ...) in mixed batch, (num_decodes, query_len, ...) in decode
     topk_indices  (b, s, topk) int32, global slots, -1 where unfilled
+    topk_length   from 0.34.0: (b,) int32 on the device; of entries from there on nothing is read. vLLM gives it under
+                  decode context parallelism on sm_100, where a rank's slots are packed to the front of each row
     out           (b, s, heads, 512) bf16
     lse           (b, heads, s) fp32, natural log, without the sink
 """
@@ -22,22 +24,18 @@ from typing import Any
 
 import torch
 
-from hyv4_kvdequant.contract import ConfigurationError, HostError
-from hyv4_kvdequant.hosts.hooking import check_method, find_class, on_import, wrap
+from hyv4_kvdequant.contract import ConfigurationError, HostError, InvalidCallError
+from hyv4_kvdequant.hosts.hooking import find_class, find_revision, on_import, wrap
 from hyv4_kvdequant.hosts.intercept import AttentionCall, Batch, HostFacts, Intercept, SparseAttention
+from hyv4_kvdequant.hosts.vllm_revisions import BUILDER_REVISIONS, IMPL_CLASS, IMPL_MODULE, REVISIONS
 from hyv4_kvdequant.plans.choice import BatchSizes
 from hyv4_kvdequant.settings import ADDITIONAL_CONFIG_KEY, GATE, load_settings
+from hyv4_kvdequant.versions import installed_version
 
-IMPL_MODULE = "vllm.models.hy_v4.nvidia.flashmla_sparse"
-IMPL_CLASS = "HYV4FlashMLASparseImpl"
 BACKEND_CLASS = "HYV4FlashMLASparseBackend"
 ATTENTION_MODULE = "vllm.models.hy_v4.nvidia.attention"
 ATTENTION_CLASS = "HYV4MLAAttention"
 
-KERNEL_PARAMETERS = ("self", "q", "kv_c_and_k_pe_cache", "topk_indices", "kernel_metadata")
-BF16_PARAMETERS = ("self", "q", "kv_c_and_k_pe_cache", "topk_indices")
-FORWARD_PARAMETERS = ("self", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")
-MIXED_PARAMETERS = ("self", "q", "kv_c_and_k_pe_cache", "topk_indices", "attn_metadata")
 NOPE_DIM = 512  # values of an output row, the fp8 kernel's head_dim_v
 PAGE_SIZE = 64  # slots; the fp8 kernel is always given pages of 64
 SERVED_CACHE_DTYPES = ("fp8_ds_mla", "fp8")  # the second is vLLM's alias, until it makes it the first
@@ -54,15 +52,16 @@ def install() -> None:
 def hook_impl(module: ModuleType) -> None:
     """Replaces the fp8 kernel call of the class; HostError when the class is not the one we know."""
     owner = find_class(module, IMPL_CLASS)
-    check_method(module, owner, "_fp8_flash_mla_kernel", KERNEL_PARAMETERS)
-    check_method(module, owner, "_bf16_flash_mla_kernel", BF16_PARAMETERS)
-    check_method(module, owner, "forward_mqa", FORWARD_PARAMETERS)
-    check_method(module, owner, "_forward_fp8_kv_mixed_batch", MIXED_PARAMETERS)
-    wrap(owner, "__init__", init_layer)
+    find_revision(module, owner, REVISIONS, f"vLLM {installed_version('vllm')}")
+    wrap(owner, "__init__", _init_mainline_layer)
     wrap(owner, "forward_mqa", _remember_layer)
     wrap(owner, "_forward_fp8_kv_mixed_batch", _remember_batch)
     wrap(owner, "_fp8_flash_mla_kernel", _replace_kernel)
-    _with_sizes(find_class(module, BACKEND_CLASS))
+    backend = find_class(module, BACKEND_CLASS)
+    _with_sizes(module, backend)
+    # The context plan cuts a batch by the query lengths that vLLM has on the CPU. vLLM then refuses, with its own
+    # message, what makes the device's lengths others (adaptive verification trims drafts there).
+    backend.supports_device_cpu_query_lens_mismatch = classmethod(lambda cls: False)
 
 
 def hook_attention(module: ModuleType) -> None:
@@ -97,6 +96,21 @@ def init_layer(wrapped: Any, impl: Any, args: Any, kwargs: Any) -> None:
         )
     wrapped(*args, **kwargs)
     layer_state(impl)
+
+
+def _init_mainline_layer(wrapped: Any, impl: Any, args: Any, kwargs: Any) -> None:
+    _refuse_sinks_under_dcp(kwargs.get("sinks"))
+    init_layer(wrapped, impl, args, kwargs)
+
+
+def _refuse_sinks_under_dcp(sinks: torch.Tensor | None) -> None:
+    ranks = _vllm_config().parallel_config.decode_context_parallel_size
+    if sinks is not None and ranks > 1:
+        raise HostError(
+            f"{GATE} is on with decode context parallelism (decode_context_parallel_size {ranks}), and this layer has "
+            "attention sinks. Query heads are gathered from all ranks there while HY V4's sinks stay local, so vLLM "
+            "itself raises at the first request.\nWhat to do: leave out --decode-context-parallel-size."
+        )
 
 
 def _argument(name: str, position: int, args: Any, kwargs: Any) -> Any:
@@ -143,10 +157,12 @@ def _host_facts(impl: Any, config: Any) -> HostFacts:
     buffer = impl.topk_indices_buffer
     if buffer is None:
         raise HostError(f"{IMPL_CLASS} was built without a topk_indices_buffer; sparse attention cannot run without.")
-    if getattr(config.parallel_config, "enable_dbo", False):
+    # vLLM's own condition: two options switch micro-batches on.
+    if config.parallel_config.use_ubatching:
         raise HostError(
-            f"{GATE} is on together with dual-batch overlap, whose second micro-batch would need a workspace of its "
-            f"own. What to do: leave out --enable-dbo, or unset {GATE}."
+            f"{GATE} is on together with micro-batches ({config.parallel_config.num_ubatches} of them), of which every "
+            "further one would need a workspace of its own.\n"
+            f"What to do: leave out --enable-dbo and --ubatch-size, or unset {GATE}."
         )
     return HostFacts(
         device=buffer.device,
@@ -213,9 +229,10 @@ def _reserve(impl: Any, nbytes: int) -> None:
 # --- batches ---
 
 
-def _with_sizes(backend: type[Any]) -> None:
+def _with_sizes(module: ModuleType, backend: type[Any]) -> None:
     """Has the metadata builder of HY V4's attention backend keep the batch's sizes, which it gets on the CPU."""
     builder = backend.get_builder_cls()
+    find_revision(module, builder, BUILDER_REVISIONS)
 
     class SizedBuilder(builder):  # type: ignore[misc,valid-type]
         """vLLM's builder; its metadata also has `hyv4_kvdequant_lens`: query and context lengths of each request."""
@@ -306,9 +323,12 @@ def replace_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The fp8 kernel call's stand-in: same arguments, same shapes out (see the module's table)."""
     q = _argument("q", 0, args, kwargs)
-    topk_indices = _argument("topk_indices", 2, args, kwargs)
-    state, step = layer_state(impl), _step.get(_NO_STEP)
     batch, length, heads, width = q.shape
+    topk_indices = _argument("topk_indices", 2, args, kwargs)
+    topk_length = kwargs.get("topk_length", args[4] if len(args) > 4 else None)
+    if topk_length is not None:
+        topk_indices = within_length(topk_indices, topk_length)
+    state, step = layer_state(impl), _step.get(_NO_STEP)
     call = AttentionCall(
         query=q.reshape(batch * length, heads, width),
         kv_cache=_argument("kv_c_and_k_pe_cache", 1, args, kwargs),
@@ -324,6 +344,26 @@ def replace_kernel(
     out, lse = state.intercept.attend(call, attention, lambda nbytes: _scratch(impl, nbytes))
     lse = None if lse is None else lse.view(batch, length, heads).transpose(1, 2)
     return out.view(batch, length, heads, -1), lse
+
+
+def within_length(topk_indices: torch.Tensor, topk_length: torch.Tensor) -> torch.Tensor:
+    """The indices with every entry from `topk_length` on unfilled; one launch on the device, nothing is read back.
+
+    Args:
+        topk_indices: (b, s, topk) int32.
+        topk_length: (b,) int32 on the same device; 0 or less leaves nothing, more than topk everything.
+
+    Raises:
+        InvalidCallError: `topk_length` has another shape.
+    """
+    batch, topk = topk_indices.shape[0], topk_indices.shape[-1]
+    if topk_length.shape != (batch,):
+        raise InvalidCallError(
+            f"topk_length is of shape {tuple(topk_length.shape)}; expected ({batch},), one length for each of the "
+            f"{batch} batch rows of topk_indices {tuple(topk_indices.shape)}. Pass it as vLLM 0.34.0 does."
+        )
+    position = torch.arange(topk, dtype=torch.int32, device=topk_indices.device)
+    return torch.where(position < topk_length.view(batch, 1, 1), topk_indices, -1)
 
 
 def _request_width(step: _Step, batch: int, length: int) -> int:

@@ -100,11 +100,36 @@ def start_process() -> None:
         with set_current_vllm_config(_device_config()):
             parallel_state.init_distributed_environment(1, 0, f"file://{store.name}", 0, "gloo")
             parallel_state.initialize_model_parallel(1)
-    # There is no accelerator whose cache could be emptied; PyTorch raises instead of doing nothing.
     if DEVICE.type == "cpu":
-        torch.accelerator.empty_cache = lambda: None
+        _answer_for_the_accelerator()
+        _let_the_interpreter_store_under_integer_masks()
     workspace.reset_workspace_manager()
     workspace.init_workspace_manager(DEVICE)
+
+
+def _answer_for_the_accelerator() -> None:
+    """What vLLM asks of the accelerator while layers are built; without one PyTorch and vLLM's platform raise."""
+    from vllm.platforms import current_platform
+
+    torch.accelerator.empty_cache = lambda: None
+    # From 0.34.0 on: the current device and its multiprocessors, which only size the BF16 kernel's launch.
+    torch.accelerator.current_device_index = lambda: 0
+    type(current_platform).num_compute_units = classmethod(lambda cls, device_id=0: 1)
+
+
+def _let_the_interpreter_store_under_integer_masks() -> None:
+    """Triton's compiler takes any integer as a mask (vLLM 0.34.0 stores under an int32), its interpreter bits only."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    store = InterpreterBuilder.create_masked_store
+    if store.__name__ == "store_under_bits":
+        return
+
+    def store_under_bits(self, ptrs, value, mask, cache_policy):  # type: ignore[no-untyped-def]
+        mask.data = mask.data.astype(bool)
+        return store(self, ptrs, value, mask, cache_policy)
+
+    InterpreterBuilder.create_masked_store = store_under_bits
 
 
 def build_impl(
