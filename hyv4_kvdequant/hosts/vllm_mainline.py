@@ -26,7 +26,7 @@ from hyv4_kvdequant.contract import ConfigurationError, HostError
 from hyv4_kvdequant.hosts.hooking import check_method, find_class, on_import, wrap
 from hyv4_kvdequant.hosts.intercept import AttentionCall, Batch, HostFacts, Intercept, SparseAttention
 from hyv4_kvdequant.plans.choice import BatchSizes
-from hyv4_kvdequant.settings import ADDITIONAL_CONFIG_KEY, GATE, load_settings
+from hyv4_kvdequant.settings import GATE, load_settings_of
 
 IMPL_MODULE = "vllm.models.hy_v4.nvidia.flashmla_sparse"
 IMPL_CLASS = "HYV4FlashMLASparseImpl"
@@ -115,9 +115,7 @@ def layer_state(impl: Any) -> LayerState:
 def _make_state(impl: Any) -> LayerState:
     global _layer_count  # noqa: PLW0603
     config = _vllm_config()
-    additional = getattr(config, "additional_config", None) or {}
-    ours = additional.get(ADDITIONAL_CONFIG_KEY, {}) if isinstance(additional, dict) else {}
-    settings = load_settings(ours)
+    settings = load_settings_of(getattr(config, "additional_config", None))
     facts = _host_facts(impl, config)
     key = (settings.model_dump_json(), facts)
     if key not in _intercepts:
