@@ -22,7 +22,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hyv4_kvdequant.contract import FP8_DS_MLA, LAYOUTS, InvalidCallError, RecordLayout, StepFileError
+from hyv4_kvdequant.contract import FP8_DS_MLA, InvalidCallError, RecordLayout, StepFileError
+from hyv4_kvdequant.records import RECORDS
 from hyv4_kvdequant.validation import INT32_MAX, validate_cache, validate_slots
 
 FORMAT: Literal["hyv4_kvdequant.step"] = "hyv4_kvdequant.step"
@@ -92,9 +93,9 @@ def _count(text: object) -> int:
 
 
 def _layout(name: object) -> RecordLayout:
-    if name not in LAYOUTS:
-        raise ValueError(f"one of {sorted(LAYOUTS)} is expected")
-    return LAYOUTS[str(name)]
+    if name not in RECORDS:
+        raise ValueError(f"one of {sorted(RECORDS)} is expected")
+    return RECORDS[str(name)].layout
 
 
 _Count = Annotated[int, BeforeValidator(_count)]
@@ -188,7 +189,7 @@ def _explain(path: Path, error: ValidationError) -> StepFileError:
             f"{path} has step format version {given}; this release reads up to {VERSION}. Upgrade hyv4-kvdequant."
         )
     if key == "layout":
-        return StepFileError(f"{path} holds records of layout {given}; this release knows {sorted(LAYOUTS)}.")
+        return StepFileError(f"{path} holds records of layout {given}; this release knows {sorted(RECORDS)}.")
     return StepFileError(f"{path} is inconsistent: {key} is {given}: {first['msg'].removeprefix('Value error, ')}.")
 
 
