@@ -7,11 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from hyv4_kvdequant.contract import FP8_DS_MLA, InvalidCallError, RecordLayout
-
-_E4M3_MAX = 448.0
-# Floor of a tile scale before it is rounded, so that a tile of zeros divides by something. vLLM 0.33.0's is
-# 1e-4 (read off a cache it wrote); the other writer's is the least normal fp32.
-_LEAST_SCALE = {"amax": torch.finfo(torch.float32).tiny, "power_of_two": 1e-4}
+from hyv4_kvdequant.records import record_of
 
 
 class AttentionResult(NamedTuple):
@@ -94,13 +90,14 @@ def write_cache(
         slot_mapping: (num_tokens,) int; the slot of each token, negative for a token that is not stored.
         scale: a tile's scale: `amax` is max|x| / 448 (Hygon's writer); `power_of_two` rounds that up to a power
             of two (vLLM 0.33.0's writer on NVIDIA).
-        layout: the cache's record; e4m3fn values with fp32 scales.
+        layout: the cache's record.
 
     Raises:
-        InvalidCallError: a slot is past the cache, or `scale` is neither.
+        InvalidCallError: a slot is past the cache, or the record has no such rule for its scales.
     """
-    if scale not in _LEAST_SCALE:
-        raise InvalidCallError(f"scale is {scale!r}; expected 'amax' or 'power_of_two'.")
+    record = record_of(layout)
+    if scale not in record.scale_rules:
+        raise InvalidCallError(f"scale is {scale!r}; expected {' or '.join(map(repr, record.scale_rules))}.")
     block_size = kv_cache.shape[1]
     stored = slot_mapping >= 0
     slots = slot_mapping[stored].long()
@@ -108,24 +105,4 @@ def write_cache(
         raise InvalidCallError(
             f"slot_mapping has slot {int(slots.max())}; the cache has {kv_cache.shape[0] * block_size}."
         )
-    tiles = kv_c[stored].float().view(-1, layout.num_tiles, layout.tile_dim)
-    scales = (tiles.abs().amax(dim=-1) / _E4M3_MAX).clamp_min(_LEAST_SCALE[scale])
-    if scale == "power_of_two":
-        scales = _round_up_to_power_of_two(scales)
-    # PyTorch's cast to e4m3fn does not saturate, the hosts' does.
-    values = (tiles / scales.unsqueeze(-1)).clamp(-_E4M3_MAX, _E4M3_MAX).to(layout.nope_dtype)
-
-    records = torch.zeros((slots.numel(), layout.row_bytes), dtype=torch.uint8, device=kv_cache.device)
-    for offset, part in (
-        (layout.nope_offset, values.view(-1, layout.nope_dim)),
-        (layout.scale_offset, scales),
-        (layout.rope_offset, k_pe[stored].to(layout.rope_dtype)),
-    ):
-        part_bytes = part.contiguous().view(torch.uint8)
-        records[:, offset : offset + part_bytes.shape[1]] = part_bytes
-    kv_cache[slots // block_size, slots % block_size] = records
-
-
-def _round_up_to_power_of_two(scales: torch.Tensor) -> torch.Tensor:
-    mantissa, exponent = torch.frexp(scales)  # scale = mantissa * 2**exponent, mantissa in [0.5, 1)
-    return torch.ldexp(torch.ones_like(scales), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    kv_cache[slots // block_size, slots % block_size] = record.encode(kv_c[stored], k_pe[stored], scale)

@@ -6,7 +6,7 @@ import torch
 
 from hyv4_kvdequant.contract import GatherCall, InvalidCallError, RecordLayout
 
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
 
 def _fail(argument: str, given: str, expected: str, remedy: str) -> InvalidCallError:
@@ -86,11 +86,11 @@ def validate_slots(topk_indices: torch.Tensor, kv_cache: torch.Tensor, tokens_pe
         )
     if topk_indices.device != kv_cache.device:
         raise _fail("topk_indices", f"on {topk_indices.device}", f"kv_cache's device {kv_cache.device}", "Move one.")
-    if topk_indices.numel() > _INT32_MAX:
+    if topk_indices.numel() > INT32_MAX:
         raise _fail(
             "topk_indices",
             f"of {topk_indices.numel()} entries",
-            f"at most {_INT32_MAX}, since compact_indices is int32",
+            f"at most {INT32_MAX}, since compact_indices is int32",
             "Split the tokens into several calls.",
         )
     width = tokens_per_request

@@ -11,6 +11,7 @@ import torch
 from hyv4_kvdequant.contract import FP8_DS_MLA, ConfigurationError, GatherCall, GatherDequantBackend, RecordLayout
 from hyv4_kvdequant.gather import run_call
 from hyv4_kvdequant.plans.choice import moved_bytes
+from hyv4_kvdequant.records import put_parts
 from hyv4_kvdequant.timing import RUNS, Timing, time_eager, time_graph, time_once
 
 FLOOR = "copy"
@@ -131,8 +132,7 @@ def make_cache(num_slots: int, layout: RecordLayout, device: torch.device, gener
     size = (num_slots, layout.row_bytes)
     records = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
     scales = torch.rand((num_slots, layout.num_tiles), device=device, generator=generator) + 0.5
-    scale_bytes = scales.to(layout.scale_dtype).view(torch.uint8)
-    records[:, layout.scale_offset : layout.scale_offset + scale_bytes.shape[1]] = scale_bytes
+    put_parts(layout, records, scale=scales.to(layout.scale_dtype))
     return records.view(-1, _BLOCK_SIZE, layout.row_bytes)
 
 

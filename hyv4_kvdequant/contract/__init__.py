@@ -1,4 +1,4 @@
-"""The contract: what every backend meets. Imports nothing else of this package."""
+"""The contract: what every backend meets. Imports nothing else of this package but the records."""
 
 from hyv4_kvdequant.contract.backend import API_VERSION, Features, GatherCall, GatherDequantBackend
 from hyv4_kvdequant.contract.errors import (

@@ -24,7 +24,7 @@ from hyv4_kvdequant.hosts import vllm_mainline
 from hyv4_kvdequant.hosts.hooking import check_callable, find_class, find_revision, on_import, wrap
 from hyv4_kvdequant.hosts.revisions import Revision
 from hyv4_kvdequant.selector import select_backend
-from hyv4_kvdequant.settings import GATE, load_settings, variable_name
+from hyv4_kvdequant.settings import GATE, Settings, load_settings, load_settings_of, variable_name
 from hyv4_kvdequant.versions import installed_version
 
 MODULE = "vllm_hcu.models.hy_v4.hcu_sparse"
@@ -86,9 +86,23 @@ def _check_settings(module: ModuleType) -> None:
 def _check_backend(wrapped: Any, impl: Any, args: Any, kwargs: Any) -> None:
     """A backend that cannot be had on the worker's device stops the start-up, not the first token."""
     wrapped(*args, **kwargs)
+    _check_additional_config(type(impl).__module__)
     # Without the buffer: hosts build their layers with the accelerator as PyTorch's default device.
     buffer = getattr(impl, "topk_indices_buffer", None)
     select_backend(Target.detect(torch.get_default_device() if buffer is None else buffer.device))
+
+
+def _check_additional_config(module: str) -> None:
+    from vllm.config import get_current_vllm_config_or_none
+
+    settings = load_settings_of(getattr(get_current_vllm_config_or_none(), "additional_config", None))
+    asked = [field for field in Settings.model_fields if settings.source(field).endswith("--additional-config")]
+    if asked:
+        raise HostError(
+            f"{', '.join(asked)} in --additional-config cannot be honoured: this revision of {module} takes its rows "
+            "from a function that is called without vLLM's configuration.\n"
+            f"What to do: set {', '.join(map(variable_name, asked))} instead."
+        )
 
 
 # --- revisions without a gate: the kernel call ---

@@ -29,7 +29,7 @@ from hyv4_kvdequant.hosts.hooking import find_class, find_revision, on_import, w
 from hyv4_kvdequant.hosts.intercept import AttentionCall, Batch, HostFacts, Intercept, SparseAttention
 from hyv4_kvdequant.hosts.vllm_revisions import BUILDER_REVISIONS, IMPL_CLASS, IMPL_MODULE, REVISIONS
 from hyv4_kvdequant.plans.choice import BatchSizes
-from hyv4_kvdequant.settings import ADDITIONAL_CONFIG_KEY, GATE, load_settings
+from hyv4_kvdequant.settings import GATE, load_settings_of
 from hyv4_kvdequant.versions import installed_version
 
 BACKEND_CLASS = "HYV4FlashMLASparseBackend"
@@ -129,9 +129,7 @@ def layer_state(impl: Any) -> LayerState:
 def _make_state(impl: Any) -> LayerState:
     global _layer_count  # noqa: PLW0603
     config = _vllm_config()
-    additional = getattr(config, "additional_config", None) or {}
-    ours = additional.get(ADDITIONAL_CONFIG_KEY, {}) if isinstance(additional, dict) else {}
-    settings = load_settings(ours)
+    settings = load_settings_of(getattr(config, "additional_config", None))
     facts = _host_facts(impl, config)
     key = (settings.model_dump_json(), facts)
     if key not in _intercepts:

@@ -1,13 +1,12 @@
 """Inputs that break kernels: one generator, deterministic under a seed.
 
 Each builder below makes one named `Case` of at most about 1000 rows. Caches are filled with random bytes (so every
-e4m3 byte and many NaN occur), half of the tile scales are drawn from `SCALES`, and the memory between blocks is
-filled with bytes that decode to NaN. They hold for every record with e4m3fn values and fp32 scales.
+e4m3 byte and many NaN occur), half of the tile scales are drawn from the record's hostile ones, and the memory between
+blocks is filled with bytes that decode to NaN.
 """
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,45 +16,10 @@ import numpy.typing as npt
 import torch
 
 from hyv4_kvdequant.contract import FP8_DS_MLA, RecordLayout
+from hyv4_kvdequant.records import put_parts, record_of
 
 IntArray = npt.NDArray[np.int64]
 
-
-def _tie_only_in_fp32(byte_value: float, tie: float, side: float) -> float:
-    """The fp32 scale whose exact product with `byte_value` lies on `side` of `tie`, and whose fp32 product is `tie`."""
-    nearest = np.float32(tie / byte_value)
-    beyond = np.nextafter(nearest, np.float32(side))
-    wanted = [scale for scale in (nearest, beyond) if (float(scale) * byte_value - tie) * (side - tie) > 0]
-    return float(next(scale for scale in wanted if np.float32(byte_value) * scale == np.float32(tie)))
-
-
-# bf16 has 8 bits of precision: next to 1 its neighbours are 2**-7 apart, so odd multiples of 2**-8 are ties.
-SCALES: tuple[float, ...] = (
-    1.0,
-    1.0 + 2.0**-8,
-    1.0 + 3 * 2.0**-8,
-    1.0 + 2.0**-8 + 2.0**-20,
-    1.0 + 2.0**-8 - 2.0**-20,
-    -(1.0 + 5 * 2.0**-8),
-    # Ties that the rounding of the fp32 product makes: a product that skips fp32 rounds the other way.
-    _tie_only_in_fp32(1.125, 1.0 + 2.0**-8, math.inf),
-    _tie_only_in_fp32(1.125, 1.0 + 3 * 2.0**-8, -math.inf),
-    0.0123456789,
-    3.0 / 448,
-    1e38,
-    3.4e38,
-    1e-38,
-    2.0**-126,
-    2.0**-133,
-    1e-42,
-    2.0**-149,
-    0.0,
-    -0.0,
-    math.inf,
-    -math.inf,
-    math.nan,
-)
-"""Tile scales that make ties, overflow and subnormal products, and the special values."""
 
 # Slots that no cache of these cases has, on both sides.
 UNFILLED_SLOTS = (-(2**31), -(2**31) + 1, -64, -2, -1, 2**30, 2**31 - 1)
@@ -95,19 +59,15 @@ def make_cache(
     """A cache of random records with `gap` bytes between blocks: (num_blocks, block_size, row_bytes) uint8."""
     packed = block_size * layout.row_bytes
     blocks = rng.integers(0, 256, (num_blocks, block_size, layout.row_bytes), dtype=np.uint8)
-    scales = rng.choice(np.array(SCALES, np.float32), (num_blocks, block_size, layout.num_tiles))
+    hostile = np.array(record_of(layout).hostile.scale, np.float32)
+    scales = rng.choice(hostile, (num_blocks, block_size, layout.num_tiles))
     plain = rng.random(scales.shape) < 0.5
     scales[plain] = rng.lognormal(-4, 2, int(plain.sum())).astype(np.float32)
-    blocks[..., layout.scale_offset : layout.scale_offset + 4 * layout.num_tiles] = as_bytes(scales)
+    put_parts(layout, torch.from_numpy(blocks), scale=torch.from_numpy(scales))
     pages = np.full((num_blocks, packed + gap), _GAP_FILL, np.uint8)
     pages[:, :packed] = blocks.reshape(num_blocks, packed)
     memory = torch.from_numpy(pages).to(device)
     return memory.as_strided((num_blocks, block_size, layout.row_bytes), (packed + gap, layout.row_bytes, 1))
-
-
-def as_bytes(scales: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Tile scales (..., num_tiles) as they stand in records: (..., 4 * num_tiles), little endian."""
-    return np.ascontiguousarray(scales.astype("<f4")).view(np.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,17 +165,21 @@ def block_edges_and_last_slot(make: Inputs) -> Case:
 
 @_builder
 def every_e4m3_byte(make: Inputs) -> Case:
-    """All 256 bytes under all of `SCALES`, in every tile."""
+    """All of the record's NoPE bytes under all of its hostile scales, in every tile."""
     cache, layout = make.cache(2, 64), make.layout
+    hostile = record_of(layout).hostile
     num_records = 128
-    values = np.resize(np.arange(256, dtype=np.uint8), layout.nope_dim)
+    values = np.resize(np.array(hostile.nope, np.uint8), layout.nope_dim)
     # The second half of the records has the bytes half a table further, so that each byte meets each scale.
     nope = np.where(np.arange(num_records)[:, None] < 64, values, np.roll(values, 128))
     tiles = np.arange(num_records)[:, None] + np.arange(layout.num_tiles)
-    scales = as_bytes(np.array(SCALES, np.float32)[tiles % len(SCALES)])
-    for offset, part in ((layout.nope_offset, nope), (layout.scale_offset, scales)):
-        part_bytes = torch.from_numpy(part.reshape(2, 64, -1)).to(make.device)
-        cache[..., offset : offset + part.shape[1]] = part_bytes
+    scales = np.array(hostile.scale, np.float32)[tiles % len(hostile.scale)]
+    put_parts(
+        layout,
+        cache,
+        nope=torch.from_numpy(nope).view(2, 64, -1),
+        scale=torch.from_numpy(scales).view(2, 64, -1),
+    )
     return make.case(cache, np.arange(num_records).reshape(4, 32))
 
 
@@ -223,9 +187,9 @@ def every_e4m3_byte(make: Inputs) -> Case:
 def rope_keeps_every_bit(make: Inputs) -> Case:
     """Quiet and signalling NaN with payloads, infinities, subnormals and both zeros."""
     cache, layout = make.cache(2, 16), make.layout
-    odd = np.array([0x7FC1, 0x7F81, 0xFFFF, 0xFF81, 0x7F80, 0xFF80, 0x0001, 0x8000, 0x807F, 0x3F80], "<u2")
-    rope = torch.from_numpy(np.resize(odd, layout.rope_dim).view(np.uint8).copy()).to(make.device)
-    cache[..., layout.rope_offset : layout.rope_offset + 2 * layout.rope_dim] = rope
+    odd = np.array(record_of(layout).hostile.rope, np.uint16)
+    rope = np.resize(odd, layout.rope_dim).view(np.int16)
+    put_parts(layout, cache, rope=torch.from_numpy(rope))
     return make.case(cache, make.draw(32, (2, 16)))
 
 

@@ -98,7 +98,7 @@ def run_checks(
         seed: of every input; the same seed gives the same inputs.
         clauses: names of `CLAUSES` to run; None for all.
         cases: inputs on `device` to use in place of the kit's own; then only `CASE_CLAUSES` are run.
-        layout: the record; one with e4m3fn values and fp32 scales.
+        layout: the record; a registered one, or one of `fp8_ds_mla`'s types.
 
     An exception out of the backend counts as a failure of the clause it was raised in.
 

@@ -12,7 +12,9 @@ import torch
 from hypothesis import strategies as st
 
 from hyv4_kvdequant.contract import FP8_DS_MLA, RecordLayout
-from hyv4_kvdequant.testing.cases import SCALES, UNFILLED_SLOTS, Case, as_bytes, make_cache
+from hyv4_kvdequant.records import put_parts
+from hyv4_kvdequant.records.fp8_ds_mla import SCALES
+from hyv4_kvdequant.testing.cases import UNFILLED_SLOTS, Case, make_cache
 
 _RNG_SEEDS = st.integers(0, 2**32 - 1)
 
@@ -29,14 +31,15 @@ def records(draw: st.DrawFn, layout: RecordLayout = FP8_DS_MLA) -> torch.Tensor:
     nope = draw(st.lists(st.integers(0, 255), min_size=1, max_size=16))
     tiles = draw(st.lists(scales(), min_size=1, max_size=layout.num_tiles))
     rope = draw(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=8))
-    record = np.zeros(layout.row_bytes, np.uint8)
-    for offset, part in (
-        (layout.nope_offset, np.resize(np.array(nope, np.uint8), layout.nope_dim)),
-        (layout.scale_offset, as_bytes(np.resize(np.array(tiles, np.float32), layout.num_tiles))),
-        (layout.rope_offset, np.resize(np.array(rope, "<u2"), layout.rope_dim).view(np.uint8)),
-    ):
-        record[offset : offset + part.size] = part
-    return torch.from_numpy(record)
+    record = torch.zeros(layout.row_bytes, dtype=torch.uint8, device="cpu")
+    put_parts(
+        layout,
+        record,
+        nope=torch.from_numpy(np.resize(np.array(nope, np.uint8), layout.nope_dim)),
+        scale=torch.from_numpy(np.resize(np.array(tiles, np.float32), layout.num_tiles)),
+        rope=torch.from_numpy(np.resize(np.array(rope, np.uint16), layout.rope_dim).view(np.int16)),
+    )
+    return record
 
 
 def block_sizes() -> st.SearchStrategy[int]:

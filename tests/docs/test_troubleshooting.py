@@ -21,7 +21,7 @@ KNOWN = {"GATE": GATE, "IMPL_CLASS": IMPL_CLASS, "ADDITIONAL_CONFIG_KEY": ADDITI
 PUT_TOGETHER = {
     "_explain": [
         f"{source} has the value 'X', which cannot be read. Expected: X."
-        for source in ("The environment variable X", f"{ADDITIONAL_CONFIG_KEY!r} in --additional-config")
+        for source in ("The environment variable X", f"'x' under {ADDITIONAL_CONFIG_KEY!r} in --additional-config")
     ],
     "_unknown": [f"{GATE} is on, but X is not a revision this release of hyv4-kvdequant knows: X."],
     "_fail": [

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from hyv4_kvdequant import FP8_DS_MLA
+from hyv4_kvdequant.records.fp8_ds_mla import SCALES, e4m3fn_values, round_to_bf16_bits
 from hyv4_kvdequant.testing import expected_rows, rows_equal
-from hyv4_kvdequant.testing.cases import SCALES
-from hyv4_kvdequant.testing.oracle import e4m3fn_values, round_to_bf16_bits
 
 
 def test_every_e4m3_byte_as_pytorch_decodes_it() -> None:

@@ -118,6 +118,8 @@ STOPS = {
     "unknown_shadow": (LOAD, {GATE: "1", GATE + "_SHADOW": "nobody"}, "named 'nobody'"),
     "unknown_variable": (LOAD, {GATE: "1", GATE + "_BACKND": "torch"}, f"Did you mean '{GATE}_BACKEND'?"),
     "unknown_variable_gate_off": (LOAD, {GATE + "_BACKND": "torch"}, f"Did you mean '{GATE}_BACKEND'?"),
+    "misspelt_gate": (LOAD, {GATE[:-1]: "1"}, f"Did you mean '{GATE}'?"),
+    "gate_in_small_letters": (LOAD, {GATE.lower(): "1"}, f"Did you mean '{GATE}'?"),
     "unreadable_gate": (LOAD, {GATE: "ture"}, "'ture', which cannot be read"),
     "unavailable_backend": (
         LOAD + BUILD % ("None", "fp8_ds_mla"),
@@ -133,6 +135,21 @@ STOPS = {
         LOAD + BUILD % ("{'hyv4_kvdequant': {'workspace_md': 5}}", "fp8_ds_mla"),
         {GATE: "1", GATE + "_BACKEND": "torch"},
         "Did you mean 'workspace_mb'?",
+    ),
+    "misspelt_key_of_ours": (
+        LOAD + BUILD % ("{'hyv4_kvdequnt': {'workspace_mb': 5}}", "fp8_ds_mla"),
+        {GATE: "1", GATE + "_BACKEND": "torch"},
+        "Did you mean 'hyv4_kvdequant'?",
+    ),
+    "inner_key_at_the_top": (
+        LOAD + BUILD % ("{'workspace_mb': 5}", "fp8_ds_mla"),
+        {GATE: "1", GATE + "_BACKEND": "torch"},
+        "'workspace_mb' in --additional-config stands outside of 'hyv4_kvdequant'",
+    ),
+    "list_in_place_of_our_object": (
+        LOAD + BUILD % ("{'hyv4_kvdequant': ['backend']}", "fp8_ds_mla"),
+        {GATE: "1", GATE + "_BACKEND": "torch"},
+        "'hyv4_kvdequant' in --additional-config is ['backend']",
     ),
     "workspace_too_large_for_no_wave": (
         "import hyv4_kvdequant.hosts.intercept as intercept\nintercept.sparse_wave = lambda device: 132\n"

@@ -131,6 +131,25 @@ def test_what_the_function_cannot_do_stops_the_start_up(golden_step: Path, name:
     assert f"{GATE}_{name} cannot be honoured" in done.stderr
 
 
+def test_what_the_function_cannot_see_stops_the_start_up(golden_step: Path) -> None:
+    build = (
+        "from vllm.config import set_current_vllm_config\n"
+        "with set_current_vllm_config(harness.make_config(ADDITIONAL)):\n"
+        "    hcu.HYV4FlashMLASparseImpl(topk_indices_buffer=torch.zeros(1, 512, dtype=torch.int32))\n"
+        "print('built')\n"
+    )
+    for additional, said in (
+        ({"hyv4_kvdequant": {"backend": "torch", "shadow": "triton"}}, f"set {GATE}_SHADOW instead"),
+        ({"hyv4_kvdequnt": {}}, "Did you mean 'hyv4_kvdequant'?"),
+    ):
+        done = run(build.replace("ADDITIONAL", repr(additional)), golden_step, "function")
+        assert "built" not in done.stdout
+        assert said in done.stderr
+    # The variable wins over the key, so nothing is lost.
+    done = run(build.replace("ADDITIONAL", "{'hyv4_kvdequant': {'backend': 'torch'}}"), golden_step, "function")
+    assert "built" in done.stdout, done.stderr
+
+
 def test_the_hosts_reuse_arguments_map_onto_ours(golden_step: Path) -> None:
     # The backend is registered in the process after start-up, so it is named from inside.
     code = "import os\nos.environ['VLLM_HCU_HYV4_FP8_KV_DEQUANT_BACKEND'] = 'recording'\n" + REUSE
