@@ -61,7 +61,11 @@ class Settings(BaseSettings):
         default=1024, gt=0, description="Upper bound of the BF16 buffers on a device, in MiB."
     )
     report_dir: Annotated[Path | None, _NotEmpty] = Field(
-        default=None, description="Folder for shadow reports and traces; made if it does not exist."
+        default=None, description="Folder for reports and traces; made if it does not exist."
+    )
+    report_group_readable: Annotated[bool, _NotEmpty] = Field(
+        default=False,
+        description="Let the group read reports and traces, not the owner alone; traces hold parts of the KV cache.",
     )
 
     shadow_every: Annotated[int, _NotEmpty] = Field(

@@ -37,7 +37,7 @@ def test_traces_replay_on_a_cpu_and_hold_only_the_selected_records(
         call = make_call(seed)
         recorder.record(call, "model.layers.3", None, observe(shadow, call, "model.layers.3"))
     recorder.close()
-    shadow.close()
+    shadow.monitor.close()
     assert len(recorder.written) == 2
     step = load_step(recorder.written[0])
     assert step.notes["layer"] == "model.layers.3"
@@ -107,7 +107,7 @@ def test_a_folder_that_fails_while_recording_stops_the_recording_only(
         time.sleep(0.3)
         recorder.record(make_call(), "layer")
         recorder.close()
-    assert len([r for r in caplog.records if "Recording stops" in r.message]) == 1
+    assert len([r for r in caplog.records if "Recording of layer layer stops" in r.message]) == 1
 
 
 def test_recording_without_a_folder_or_a_shadow_is_told() -> None:
