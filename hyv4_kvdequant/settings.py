@@ -127,8 +127,10 @@ class Settings(BaseSettings):
     workspace_mb: PositiveNumber = Field(
         default=1024, description="Upper bound of the BF16 buffers on a device, in MiB."
     )
-    report_dir: Folder = Field(
-        default=None, description="Folder for shadow reports and traces; made if it does not exist."
+    report_dir: Folder = Field(default=None, description="Folder for reports and traces; made if it does not exist.")
+    report_group_readable: Switch = Field(
+        default=False,
+        description="Let the group read reports and traces, not the owner alone; traces hold parts of the KV cache.",
     )
 
     shadow_every: PositiveNumber = Field(

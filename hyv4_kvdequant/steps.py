@@ -20,9 +20,10 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from hyv4_kvdequant.contract import FP8_DS_MLA, InvalidCallError, RecordLayout, StepFileError
+from hyv4_kvdequant.files import write_whole
 from hyv4_kvdequant.records import RECORDS
 from hyv4_kvdequant.validation import INT32_MAX, validate_cache, validate_slots
 
@@ -43,8 +44,10 @@ class Step:
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
-def save_step(path: Path, step: Step) -> None:
-    """Writes a step. A cache with gaps between blocks is stored with its gaps, so that a replay sees the same strides.
+def save_step(path: Path, step: Step, *, group_readable: bool = False) -> None:
+    """Writes a step, whole or not at all, readable by the owner alone, or by the group too.
+
+    A cache with gaps between blocks is stored with its gaps, so that a replay sees the same strides.
 
     Raises:
         OSError, SafetensorError: the file cannot be written.
@@ -66,7 +69,8 @@ def save_step(path: Path, step: Step) -> None:
     if step.softmax_scale is not None:
         metadata["softmax_scale"] = repr(step.softmax_scale)
     tensors = {"kv_cache": stored, "slots": step.topk_indices, **step.tensors}
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path, metadata)
+    content = save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, metadata)
+    write_whole(path, content, group_readable=group_readable)
 
 
 def _with_gaps(blocks: torch.Tensor) -> torch.Tensor:

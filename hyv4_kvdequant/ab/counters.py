@@ -1,9 +1,13 @@
-"""The shadow's counters: a small int64 tensor, one row a layer, updated on the device, read by a thread beside."""
+"""The counters: a small int64 tensor, one row a layer, updated on the device, read by a thread beside."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
 
 FIELDS = (
     "calls",
@@ -20,6 +24,7 @@ FIELDS = (
     "first_primary_bits",
     "first_shadow_bits",
     "pending",
+    "lost_entries",
 )
 """Columns, in order. `pending` is the comparison's own: the least mismatch of the call that is being compared."""
 
@@ -28,6 +33,12 @@ NOTHING_PENDING = 2**62
 # A mismatch is ordered by entry, then element; an entry whose indices disagree comes with this element.
 ELEMENTS_PER_ENTRY = 1024
 INDEX_ELEMENT = ELEMENTS_PER_ENTRY - 1
+
+
+# What a file may hold where a counter stands.
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Signed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+FROM_FILES = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def fresh_row() -> list[int]:
@@ -50,13 +61,15 @@ class FirstMismatch:
         primary_bits, shadow_bits: the bf16 bits there; for an index disagreement the two indices.
     """
 
-    call: int
-    token: int
-    k: int
-    element: int
-    slot: int
-    primary_bits: int
-    shadow_bits: int
+    __pydantic_config__: ClassVar[ConfigDict] = FROM_FILES
+
+    call: Count
+    token: Count
+    k: Count
+    element: Annotated[int, Field(ge=-1, lt=ELEMENTS_PER_ENTRY)]
+    slot: Signed
+    primary_bits: Signed
+    shadow_bits: Signed
 
 
 @dataclass(frozen=True)
@@ -70,15 +83,20 @@ class LayerCounters:
         largest_ulp: largest difference of an element, in bf16 steps.
         index_disagreements: entries that only one side calls unfilled, or whose index points outside the rows.
         first: the first mismatch, or None.
+        lost_entries: filled entries that became unfilled between `topk_indices` and the sparse kernel; counted
+            whether or not a shadow runs.
     """
 
-    calls: int = 0
-    rows_compared: int = 0
-    rows_differ: int = 0
-    elements_differ: int = 0
-    largest_ulp: int = 0
-    index_disagreements: int = 0
+    __pydantic_config__: ClassVar[ConfigDict] = FROM_FILES
+
+    calls: Count = 0
+    rows_compared: Count = 0
+    rows_differ: Count = 0
+    elements_differ: Count = 0
+    largest_ulp: Count = 0
+    index_disagreements: Count = 0
     first: FirstMismatch | None = None
+    lost_entries: Count = 0
 
     @property
     def mismatches(self) -> int:
@@ -91,8 +109,9 @@ def read_row(row: Sequence[int]) -> LayerCounters:
     value = dict(zip(FIELDS, row, strict=True))
     first = None
     if value["first_call"] >= 0:
-        first = FirstMismatch(**{name: value[f"first_{name}"] for name in FirstMismatch.__dataclass_fields__})
-    return LayerCounters(**{name: value[name] for name in FIELDS[:6]}, first=first)
+        first = FirstMismatch(**{one.name: value[f"first_{one.name}"] for one in fields(FirstMismatch)})
+    counts = {name: value[name] for name in (*FIELDS[:6], "lost_entries")}
+    return LayerCounters(**counts, first=first)
 
 
 def add(left: LayerCounters, right: LayerCounters) -> LayerCounters:
@@ -105,4 +124,10 @@ def add(left: LayerCounters, right: LayerCounters) -> LayerCounters:
         max(left.largest_ulp, right.largest_ulp),
         left.index_disagreements + right.index_disagreements,
         left.first or right.first,
+        left.lost_entries + right.lost_entries,
     )
+
+
+def total(layers: Iterable[LayerCounters]) -> LayerCounters:
+    """All of them together."""
+    return reduce(add, layers, LayerCounters())

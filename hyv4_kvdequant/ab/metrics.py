@@ -1,4 +1,4 @@
-"""Prometheus series of the shadow, in prometheus-client's default registry.
+"""Prometheus series of the shadow and of lost entries, in prometheus-client's default registry.
 
 vLLM's `/metrics` shows them where the API server and the worker are one process, or where PROMETHEUS_MULTIPROC_DIR is
 set for both: plain counters, unlike custom collectors, are written to the files of that folder. Without it a
@@ -14,6 +14,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 from hyv4_kvdequant.ab.counters import LayerCounters
 
 _LABELS = ("backend", "role", "rank", "layer")
+_LOST_LABELS = ("backend", "rank", "layer")
 _COUNTED = {
     "calls": "Calls in which the shadow was compared with the primary.",
     "rows_compared": "Dequantized rows that were compared.",
@@ -27,6 +28,7 @@ _COUNTED = {
 class _Series:
     counters: dict[str, Counter]
     largest_ulp: Gauge
+    lost: Counter
 
 
 _series: dict[int, _Series] = {}
@@ -46,15 +48,28 @@ def _series_of(registry: CollectorRegistry) -> _Series:
             registry=registry,
             multiprocess_mode="max",
         )
-        _series[id(registry)] = _Series(counters, largest)
+        lost = Counter(
+            "hyv4_kvdequant_lost_entries",
+            "Filled entries that became unfilled between the host's indices and the sparse kernel.",
+            _LOST_LABELS,
+            registry=registry,
+        )
+        _series[id(registry)] = _Series(counters, largest, lost)
     return _series[id(registry)]
 
 
 @dataclass
-class ShadowMetrics:
-    """Feeds the series of one rank; counters get what was added since the last time."""
+class Metrics:
+    """Feeds the series of one rank; counters get what was added since the last time.
 
-    backend: str
+    Attributes:
+        primary: the backend that serves, by name.
+        shadow: the one compared with it; None where there is none, and then there are no series of it.
+        rank: of this worker.
+    """
+
+    primary: str
+    shadow: str | None
     rank: int
     registry: CollectorRegistry = REGISTRY
     _seen: dict[str, LayerCounters] = field(default_factory=dict)
@@ -63,9 +78,12 @@ class ShadowMetrics:
         """Brings the series to these counters."""
         series = _series_of(self.registry)
         for layer, now in layers.items():
-            labels = (self.backend, "shadow", str(self.rank), layer)
             before = self._seen.get(layer, LayerCounters())
-            for name, counter in series.counters.items():
-                counter.labels(*labels).inc(max(0, getattr(now, name) - getattr(before, name)))
-            series.largest_ulp.labels(*labels).set(now.largest_ulp)
+            lost = series.lost.labels(self.primary, str(self.rank), layer)
+            lost.inc(max(0, now.lost_entries - before.lost_entries))
+            if self.shadow is not None:
+                labels = (self.shadow, "shadow", str(self.rank), layer)
+                for name, counter in series.counters.items():
+                    counter.labels(*labels).inc(max(0, getattr(now, name) - getattr(before, name)))
+                series.largest_ulp.labels(*labels).set(now.largest_ulp)
             self._seen[layer] = now

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hyv4_kvdequant.ab.replay import ReplayedCall
-from hyv4_kvdequant.ab.report import Verdict
+from hyv4_kvdequant.ab.verdict import Verdict
 from hyv4_kvdequant.contract import ConfigurationError
+
+_LONGEST_NAME = 60
 
 
 def plot_report(verdict: Verdict, path: Path) -> None:
@@ -17,8 +19,12 @@ def plot_report(verdict: Verdict, path: Path) -> None:
     axes = figure.subplots()
     names = list(verdict.layers)
     axes.bar(range(len(names)), [verdict.layers[name].mismatches for name in names])
-    axes.set(title=f"Run {verdict.run_id}: rows and indices that differ", ylabel="mismatches", yscale="symlog")
-    axes.set_xticks(range(len(names)), labels=names, rotation=60, ha="right")
+    axes.set(ylabel="mismatches", yscale="symlog")
+    title = axes.set_title(f"Run {_shown(verdict.run_id)}: rows and indices that differ")
+    axes.set_xticks(range(len(names)), labels=[_shown(name) for name in names], rotation=60, ha="right")
+    # Names come from files: a dollar sign is one, and begins no formula.
+    for text in (title, *axes.get_xticklabels()):
+        text.set_parse_math(False)
     _save(figure, path)
 
 
@@ -33,6 +39,10 @@ def plot_replay(calls: Sequence[ReplayedCall], names: tuple[str, str], path: Pat
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
     _save(figure, path)
+
+
+def _shown(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
 
 
 def _figure() -> Any:

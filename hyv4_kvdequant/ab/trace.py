@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import logging
 import queue
-import re
 import threading
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from hyv4_kvdequant.ab.at_exit import call_at_exit
 from hyv4_kvdequant.contract import ConfigurationError, GatherCall, GatherDequantBackend, RecordLayout
+from hyv4_kvdequant.files import file_part, make_folder, unique_name
 from hyv4_kvdequant.registry import describe
 from hyv4_kvdequant.settings import Settings, variable_name
 from hyv4_kvdequant.steps import Step, save_step
@@ -59,18 +58,21 @@ class Recorder:
                 f"{variable_name('report_dir')} is not. What to do: name a folder for the traces."
             )
         try:
-            settings.report_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(settings.report_dir, group_readable=settings.report_group_readable)
         except OSError as error:
             raise ConfigurationError(
                 f"{variable_name('report_dir')}: {error}. Name a folder that can be made."
             ) from error
         self.folder, self.rank, self.run_id = settings.report_dir, rank, run_id or uuid.uuid4().hex[:8]
+        self.group_readable = settings.report_group_readable
         self.only_mismatches, self.with_queries = settings.trace_on_mismatch, settings.trace_queries
         self.left = settings.trace or (1 if settings.trace_on_mismatch else 0)
         self.bytes_left = settings.trace_mb * _MIB
         self.backend = describe(primary.name)
         self.written: list[Path] = []
-        self._number = 0
+        self.failed_layers: set[str] = set()
+        self._counting = threading.Lock()
+        self._number, self._writer = 0, unique_name()
         self._queue: queue.Queue[_Snapshot | None] = queue.Queue(maxsize=4)
         self._thread = threading.Thread(target=self._write_all, daemon=True, name=f"hyv4-kvdequant-trace-{rank}")
         self._thread.start()
@@ -87,7 +89,7 @@ class Recorder:
             query: (num_tokens, num_heads, row_dim) bf16; kept only when queries were asked for.
             evidence: what `Shadow.observe` returned; decides later whether a mismatch was seen in this call.
         """
-        if self.left <= 0 or not self._thread.is_alive():
+        if self.left <= 0 or layer in self.failed_layers or not self._thread.is_alive():
             return
         if call.kv_cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
@@ -97,8 +99,19 @@ class Recorder:
         size = call.topk_indices.numel() * call.layout.row_bytes
         if size > self.bytes_left or self._queue.full():
             return
-        kept = query.clone() if query is not None and self.with_queries else None
-        snapshot = _Snapshot(
+        try:
+            snapshot = self._snapshot(call, layer, query, evidence)
+        except RuntimeError as error:  # no memory left for it: serving goes on
+            self._stop(layer, error)
+            return
+        if not self.only_mismatches:
+            self._count(-1)
+        self._queue.put(snapshot)
+
+    def _snapshot(
+        self, call: GatherCall, layer: str, query: torch.Tensor | None, evidence: torch.Tensor | None
+    ) -> _Snapshot:
+        return _Snapshot(
             _selected_records(call),
             call.topk_indices.clone(),
             call.num_slots,
@@ -106,42 +119,56 @@ class Recorder:
             call.tokens_per_request,
             layer,
             self._number,
-            kept,
+            query.clone() if query is not None and self.with_queries else None,
             evidence,
         )
-        if not self.only_mismatches:
-            self.left -= 1
-        self._queue.put(snapshot)
+
+    def _stop(self, layer: str, error: Exception) -> None:
+        self.failed_layers.add(layer)
+        logger.error(
+            "Recording of layer %s stops: no trace of it can be made in %s (%s: %s)",
+            layer,
+            self.folder,
+            type(error).__name__,
+            error,
+        )
+
+    def _count(self, change: int) -> None:
+        # Both threads do.
+        with self._counting:
+            self.left += change
 
     def _write_all(self) -> None:
-        failed = False
         while (snapshot := self._queue.get()) is not None:
             # Calls that were queued before the failure would each fail again, with a line of its own.
-            if failed:
-                continue
-            try:
-                self._write(snapshot)
-            except (OSError, SafetensorError) as error:
-                logger.error("Recording stops: a trace cannot be written to %s (%s)", self.folder, error)
-                self.left, failed = 0, True
+            if snapshot.layer not in self.failed_layers:
+                try:
+                    self._write(snapshot)
+                    continue
+                except Exception as error:  # whatever it is, it may end neither this thread nor the other layers
+                    self._stop(snapshot.layer, error)
+            if not self.only_mismatches:
+                self._count(1)
 
     def _write(self, snapshot: _Snapshot) -> None:
         # Which queued calls differ is known only here, so calls beyond the last one wanted may be waiting.
         if self.only_mismatches and (self.left <= 0 or not _saw_mismatch(snapshot.evidence)):
             return
         step = _renumbered(snapshot, self._notes(snapshot))
-        name = re.sub(r"[^A-Za-z0-9_.-]", "_", snapshot.layer)
-        path = self.folder / f"trace-{self.run_id}-rank{self.rank}-{snapshot.number:05d}-{name}.safetensors"
         size = step.kv_cache.numel()
         if size > self.bytes_left:
             return
-        partial = path.with_suffix(".partial")
-        save_step(partial, step)
-        partial.replace(path)
+        path = self.folder / self._name(snapshot)
+        save_step(path, step, group_readable=self.group_readable)
         self.bytes_left -= size
         if self.only_mismatches:
-            self.left -= 1
+            self._count(-1)
         self.written.append(path)
+
+    def _name(self, snapshot: _Snapshot) -> str:
+        """What makes it unique, whoever else writes into the folder; then what a person looks for."""
+        run, layer = file_part(self.run_id), file_part(snapshot.layer)
+        return f"trace-{run}-rank{self.rank}-{self._writer}-{snapshot.number:05d}-{layer}.safetensors"
 
     def _notes(self, snapshot: _Snapshot) -> dict[str, str]:
         versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items() if version)

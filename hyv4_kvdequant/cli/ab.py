@@ -11,7 +11,6 @@ from rich.table import Table
 
 from hyv4_kvdequant.ab.plot import plot_replay, plot_report
 from hyv4_kvdequant.ab.replay import RUNS, Evidence, ReplayedCall, bootstrap_ratio, replay
-from hyv4_kvdequant.ab.report import Verdict, merge, read_reports
 from hyv4_kvdequant.cli.console import NOT_RIGHT, DeviceOption, JsonOption, default_device, err, out, print_json
 from hyv4_kvdequant.contract import ConfigurationError, Target
 from hyv4_kvdequant.selector import get_backend
@@ -23,80 +22,27 @@ PlotOption = Annotated[Path | None, typer.Option("--plot", help="Also draw it, i
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="The folder of the reports.")],
-    run: Annotated[str | None, typer.Option(help="A run's id. Default: the run updated last.")] = None,
+    run: Annotated[str | None, typer.Option(help="A run's id. Default: the run begun last.")] = None,
     plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Merges all ranks of a run into a verdict; exit status 1 on any mismatch, or when nothing was compared."""
+    """Puts all ranks of a run together: do the backends agree?
+
+    Exit status 0: every rank compared rows and none differed, until the end. 1: something differs, or attention lost
+    rows. 3: inconclusive, with the reasons. 2: no report can be read.
+    """
+    from hyv4_kvdequant.ab.report import read_reports
+    from hyv4_kvdequant.ab.verdict import merge
+    from hyv4_kvdequant.cli.ab_verdict import EXIT_STATUS, as_dict, print_verdict
+
     verdict = merge(read_reports(folder), run)
     if plot is not None:
         plot_report(verdict, plot)
     if as_json:
-        print_json(_verdict_dict(verdict))
+        print_json(as_dict(verdict))
     else:
-        _print_verdict(verdict)
-    if not verdict.ok:
-        raise typer.Exit(NOT_RIGHT)
-
-
-def _verdict_dict(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "run_id": verdict.run_id,
-        "ok": verdict.ok,
-        "total": asdict(verdict.total),
-        "layers": {name: asdict(counters) for name, counters in verdict.layers.items()},
-        "ranks": [asdict(rank) for rank in verdict.ranks],
-        "missing_ranks": verdict.missing_ranks,
-    }
-
-
-def _print_verdict(verdict: Verdict) -> None:
-    first = verdict.ranks[0]
-    table = Table(title=f"Run {verdict.run_id}: {first.shadow} beside {first.primary}", title_justify="left")
-    for column in ("layer", "calls", "rows", "rows differ", "elements", "ULP", "indices"):
-        table.add_column(column, justify="left" if column == "layer" else "right", overflow="fold")
-    for name, counters in [*verdict.layers.items(), ("all", verdict.total)]:
-        numbers = (
-            counters.calls,
-            counters.rows_compared,
-            counters.rows_differ,
-            counters.elements_differ,
-            counters.largest_ulp,
-            counters.index_disagreements,
-        )
-        table.add_row(name, *(f"{number:,}" for number in numbers), end_section=name != "all")
-    out.print(table)
-    for rank in verdict.ranks:
-        _print_rank(rank)
-    for missing in verdict.missing_ranks:
-        out.print(f"rank {missing} of {first.world_size}: no report in this folder", highlight=False)
-    for name in verdict.layers:
-        _print_first(verdict, name)
-    agree = "[green]the backends agree[/]" if verdict.ok else "[red]not safe: see above[/]"
-    out.print(f"Verdict: {agree}" if verdict.total.calls else "Verdict: [red]nothing was compared[/]")
-
-
-def _print_first(verdict: Verdict, layer: str) -> None:
-    for rank in verdict.ranks:
-        first = rank.layers[layer].first if layer in rank.layers else None
-        if first is not None:
-            out.print(f"first mismatch in {layer}, rank {rank.rank}: {first}", highlight=False, markup=False)
-            return
-
-
-def _print_rank(rank: Any) -> None:
-    graphs = ", ".join(
-        f"{tokens} tokens {'compared' if on else 'not compared'}" for tokens, on in rank.captured.items()
-    )
-    state = "ended in order" if rank.finished else "last state of a process that is running or was killed"
-    out.print(
-        f"rank {rank.rank} on {rank.device}: {state}; eager calls compared: every {rank.every}; "
-        f"in graphs: {graphs or 'none captured'}",
-        highlight=False,
-        markup=False,
-    )
-    for error in rank.errors:
-        out.print(f"rank {rank.rank}: the shadow was switched off: {error}", highlight=False, markup=False)
+        print_verdict(verdict)
+    raise typer.Exit(EXIT_STATUS[verdict.outcome])
 
 
 @app.command("replay")

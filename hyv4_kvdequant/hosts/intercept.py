@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from hyv4_kvdequant.ab.shadow import Shadow, make_shadow
+from hyv4_kvdequant.ab.shadow import make_monitor
 from hyv4_kvdequant.ab.trace import Recorder, make_recorder
 from hyv4_kvdequant.contract import FP8_DS_MLA, ConfigurationError, GatherCall, RecordLayout, Target
 from hyv4_kvdequant.gather import run_call
 from hyv4_kvdequant.hosts.workspace import Workspace
+from hyv4_kvdequant.memory import outside_memory_pools
 from hyv4_kvdequant.plans.choice import BatchSizes, Segment, choose_segments
 from hyv4_kvdequant.plans.chunks import chunk_bounds, plan_workspace, sparse_wave
 from hyv4_kvdequant.plans.remap import ContextTables, build_tables, remap_slots
@@ -100,7 +101,7 @@ class AttentionCall:
 
 
 class Intercept:
-    """Serves every layer of one device: one backend, one workspace, and the shadow where there is one."""
+    """Serves every layer of one device: one backend, one workspace, its monitor, and the shadow where there is one."""
 
     def __init__(self, settings: Settings, facts: HostFacts) -> None:
         """Resolves backend and shadow and sizes the workspace; raises what would be wrong while serving.
@@ -112,8 +113,9 @@ class Intercept:
         self.settings, self.facts = settings, facts
         self.target = Target.detect(facts.device, facts.layout, block_size=facts.block_size, topk=facts.topk)
         name, origin = choose_name(settings, self.target)
-        self.backend = get_backend(name, self.target, origin)
-        self.shadow: Shadow | None = make_shadow(
+        # What a backend keeps for good may not lie where a host takes memory away while it sleeps.
+        self.backend = outside_memory_pools(facts.device, lambda: get_backend(name, self.target, origin))
+        self.monitor, self.shadow = make_monitor(
             self.backend, settings, self.target, facts.rank, facts.run_id, world_size=facts.world_size
         )
         self.recorder: Recorder | None = make_recorder(self.backend, settings, facts.rank, facts.run_id)
@@ -138,6 +140,13 @@ class Intercept:
     def workspace_bytes(self) -> int:
         """Bytes of the workspace, to be reserved while the host plans memory."""
         return self.workspace.nbytes
+
+    def lost_counter(self, layer: str) -> torch.Tensor:
+        """(1,) int64 on the device, the same memory at every call: what counts a layer's filled entries that got lost.
+
+        A plan adds to it the entries that are filled in `topk_indices` and unfilled in what the sparse kernel is given.
+        """
+        return self.monitor.lost_counter(layer)
 
     def _check_memory(self) -> None:
         if self.facts.device.type != "cuda":

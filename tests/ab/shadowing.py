@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 import hyv4_kvdequant as h
-from hyv4_kvdequant.ab.shadow import Shadow, make_shadow
+from hyv4_kvdequant.ab.monitor import READ_EVERY_S
+from hyv4_kvdequant.ab.shadow import Shadow, make_monitor
 from hyv4_kvdequant.gather import run_call
 from hyv4_kvdequant.selector import get_backend
 from hyv4_kvdequant.testing.cases import make_cache
@@ -31,17 +32,15 @@ def shadow_of(
     *,
     rank: int = 0,
     run_id: str | None = None,
-    read_every_s: float | None = None,
+    world_size: int = 1,
+    read_every_s: float = READ_EVERY_S,
 ) -> Shadow:
     """The shadow of a backend that get_backend gives anew, so that a fault set just now takes effect."""
     target = h.Target.detect(device, topk=TOPK, block_size=16)
     first = get_backend(primary, target)
-    if read_every_s is None:
-        shadow = make_shadow(first, given, target, rank, run_id)
-        assert shadow is not None
-        return shadow
-    second = get_backend(str(given.shadow), target)
-    return Shadow(first, second, device=target.device, rank=rank, settings=given, read_every_s=read_every_s)
+    _, shadow = make_monitor(first, given, target, rank, run_id, world_size=world_size, read_every_s=read_every_s)
+    assert shadow is not None
+    return shadow
 
 
 def make_call(seed: int = 0, *, width: int = 1, device: str = "cpu", tokens: int = TOKENS) -> h.GatherCall:

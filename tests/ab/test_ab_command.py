@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from shadowing import make_call, observe, settings, shadow_of
@@ -51,30 +52,32 @@ def ab(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> C
     return run
 
 
-def write(
-    folder: Path, layer_one: LayerCounters, *, run: str = "run", rank: int = 0, updated: float = 1.0, error: str = ""
-) -> None:
+def make(layer_one: LayerCounters = AGREED, **changes: Any) -> Report:
+    """A report of a finished rank of a run of one, whose layer.0 agreed; `changes` to it."""
     layers = {"layer.0": AGREED, "layer.1": layer_one}
-    errors = [error] if error else []
-    write_report(folder, Report(run, rank, updated, True, "torch", "wrong", "cpu", 1, {"64": True}, errors, layers))
+    report = Report("run", 0, time.time(), True, "torch", "wrong", "cpu", 1, {"64": True}, [], layers)
+    return replace(report, **{"process": f"{changes.get('rank', 0) + 1}-00000000", **changes})
+
+
+def write(folder: Path, *reports: Report) -> None:
+    for report in reports:
+        write_report(folder, report)
 
 
 # --- report ---
 
 
 def test_agreement_is_status_0(ab: Command, tmp_path: Path) -> None:
-    for rank in (0, 1):
-        write(tmp_path, AGREED, rank=rank)
+    write(tmp_path, *(make(rank=rank, world_size=2) for rank in (0, 1)))
     done = ab("report", str(tmp_path))
-    assert done.status == 0, done.stderr
+    assert done.status == 0, done.stdout
     assert "the backends agree" in done.stdout
     for shown in ("rank 0 on cpu", "rank 1 on cpu", "64 tokens compared", "5,120"):
         assert shown in done.stdout
 
 
 def test_a_mismatch_on_one_rank_is_status_1_with_its_place(ab: Command, tmp_path: Path) -> None:
-    write(tmp_path, AGREED, rank=0)
-    write(tmp_path, DIFFERED, rank=3)
+    write(tmp_path, make(), make(DIFFERED, rank=3, world_size=4))
     done = ab("report", str(tmp_path))
     assert done.status == 1
     assert "not safe" in done.stdout
@@ -82,12 +85,11 @@ def test_a_mismatch_on_one_rank_is_status_1_with_its_place(ab: Command, tmp_path
 
 
 def test_json_has_total_layers_and_ranks(ab: Command, tmp_path: Path) -> None:
-    write(tmp_path, DIFFERED, rank=0)
-    write(tmp_path, DIFFERED, rank=1)
+    write(tmp_path, *(make(DIFFERED, rank=rank, world_size=2) for rank in (0, 1)))
     done = ab("report", str(tmp_path), "--json")
     verdict = json.loads(done.stdout)
     assert done.status == 1
-    assert verdict["ok"] is False
+    assert (verdict["verdict"], verdict["ok"]) == ("differ", False)
     assert (verdict["total"]["calls"], verdict["total"]["rows_differ"]) == (40, 4)
     assert verdict["layers"]["layer.0"]["rows_differ"] == 0
     assert verdict["layers"]["layer.1"]["first"]["slot"] == 70
@@ -95,53 +97,139 @@ def test_json_has_total_layers_and_ranks(ab: Command, tmp_path: Path) -> None:
 
 
 def test_the_report_is_drawn(ab: Command, tmp_path: Path) -> None:
-    write(tmp_path, DIFFERED)
+    write(tmp_path, make(DIFFERED, layers={"layer.0": AGREED, "$\\frac{$": DIFFERED, "l" * 5000: DIFFERED}))
     picture = tmp_path / "mismatches.png"
     assert ab("report", str(tmp_path), "--plot", str(picture)).status == 1
     assert picture.read_bytes().startswith(PNG)
 
 
-def test_the_run_updated_last_is_shown_unless_one_is_named(ab: Command, tmp_path: Path) -> None:
-    write(tmp_path, DIFFERED, run="before", updated=1.0)
-    write(tmp_path, AGREED, run="after", updated=2.0)
-    assert ab("report", str(tmp_path)).status == 0
-    assert ab("report", str(tmp_path), "--run", "before").status == 1
-
-
-@pytest.mark.parametrize(
-    ("counters", "error", "shown"),
-    [(AGREED, "RuntimeError: no kernel image", "switched off: RuntimeError"), (None, "", "nothing was compared")],
-)
-def test_what_proves_nothing_is_status_1(
-    ab: Command, counters: LayerCounters | None, error: str, shown: str, tmp_path: Path
+def test_the_run_begun_last_is_shown_whatever_the_clock_says_and_the_others_are_named(
+    ab: Command, tmp_path: Path
 ) -> None:
-    if counters is None:
-        write_report(tmp_path, Report("run", 0, 1.0, True, "torch", "wrong", "cpu", 1))
-    else:
-        write(tmp_path, counters, error=error)
+    write(tmp_path, make(run_id="before", number=1, updated=2000.0), make(DIFFERED, run_id="after", number=2))
+    write(tmp_path, make(run_id="first", number=1, updated=3000.0, process="9-00000000"))
     done = ab("report", str(tmp_path))
     assert done.status == 1
-    assert shown in done.stdout
+    assert "This is run after" in done.stdout
+    assert "before, first" in done.stdout
+    assert ab("report", str(tmp_path), "--run", "before").status == 0
 
 
-def test_a_rank_without_a_report_is_status_1(ab: Command, tmp_path: Path) -> None:
-    layers = {"layer.0": AGREED}
-    report = Report("run", 0, 1.0, True, "torch", "wrong", "cpu", 1, layers=layers, world_size=2)
-    write_report(tmp_path, report)
+INCONCLUSIVE: dict[str, tuple[list[Report], str]] = {
+    "stale": ([make(finished=False, updated=time.time() - 30 * 86400)], "30 days old"),
+    "running": ([make(finished=False)], "still running: agree so far"),
+    "a clock ahead": ([make(finished=False, updated=time.time() + 9000)], "from the future"),
+    "a rank that compared nothing": (
+        [make(world_size=2), make(rank=1, world_size=2, layers={})],
+        "rank 1: nothing was",
+    ),
+    "no layer": ([make(layers={})], "nothing was compared"),
+    "calls but no rows": ([make(layers={"l": LayerCounters(calls=10)})], "10 calls compared not one row"),
+    "a layer without rows": ([make(LayerCounters(calls=3))], "not one row of layer layer.1"),
+    "mixed pairs": ([make(world_size=2), make(rank=1, world_size=2, shadow="other")], "not compare the same backends"),
+    "two processes as one rank": ([make(), make(process="7-00000000")], "2 processes reported as rank 0"),
+    "a missing rank": ([make(world_size=2)], "of 2 ranks these have no report in this folder: 1"),
+    "other numbers of ranks": ([make(), make(rank=1, world_size=2)], "different numbers of ranks"),
+    "more ranks than there are": ([make(), make(rank=3)], "beyond the number of ranks that they name: 3"),
+    "a shadow switched off": ([make(errors=["RuntimeError: no kernel"])], "switched off: RuntimeError: no kernel"),
+    "no shadow": ([make(shadow=None, layers={"l": LayerCounters()})], "no shadow ran"),
+    "two folders in one": ([make(), make(run_id="b", process="8-00000000")], "is the newer one cannot be told"),
+}
+
+
+@pytest.mark.parametrize("case", INCONCLUSIVE)
+def test_what_proves_nothing_is_status_3_with_its_reason(ab: Command, case: str, tmp_path: Path) -> None:
+    reports, reason = INCONCLUSIVE[case]
+    write(tmp_path, *reports)
     done = ab("report", str(tmp_path))
-    assert done.status == 1
-    assert "rank 1 of 2: no report" in done.stdout
-    write_report(tmp_path, replace(report, rank=1))
+    assert done.status == 3, done.stdout
+    assert reason in done.stdout.replace("\n", " ")
+    assert "Verdict: inconclusive" in done.stdout
+    assert "agree\n" not in done.stdout
+    as_json = ab("report", str(tmp_path), "--json")
+    assert as_json.status == 3
+    assert json.loads(as_json.stdout)["verdict"] == "inconclusive"
+
+
+@pytest.mark.parametrize("case", [case for case in INCONCLUSIVE if case not in ("no layer", "two folders in one")])
+def test_a_mismatch_differs_however_little_else_is_proved(ab: Command, case: str, tmp_path: Path) -> None:
+    reports, _ = INCONCLUSIVE[case]
+    last = reports[-1]
+    write(tmp_path, *reports[:-1], replace(last, layers={**last.layers, "layer.9": DIFFERED}))
+    assert ab("report", str(tmp_path)).status == 1
+
+
+def test_the_same_rank_in_two_parts_of_one_process_is_one_rank(ab: Command, tmp_path: Path) -> None:
+    write(tmp_path, make(number=1), make(number=2))
     assert ab("report", str(tmp_path)).status == 0
+
+
+@pytest.mark.parametrize("shadow", ["wrong", None])
+def test_lost_entries_are_status_1_with_the_layer(ab: Command, shadow: str | None, tmp_path: Path) -> None:
+    write(tmp_path, make(replace(AGREED, lost_entries=17), shadow=shadow))
+    done = ab("report", str(tmp_path))
+    assert done.status == 1
+    assert "attention lost rows: 17 filled entries of layer layer.1" in done.stdout
+    assert json.loads(ab("report", str(tmp_path), "--json").stdout)["layers"]["layer.1"]["lost_entries"] == 17
+
+
+def test_a_damaged_report_among_good_ones_is_named_and_proves_nothing(ab: Command, tmp_path: Path) -> None:
+    write(tmp_path, make(run_id="other", number=1), make(number=2))
+    good = ab("report", str(tmp_path))
+    assert good.status == 0, good.stdout
+    (tmp_path / "report-000003-run-rank1-5-00000000.json").write_text("{")
+    done = ab("report", str(tmp_path))
+    assert done.status == 3
+    assert "report-000003-run-rank1-5-00000000.json" in done.stdout.replace("\n", "")
+    assert ab("report", str(tmp_path), "--run", "other").status == 0
+    (tmp_path / "report-of nobody.json").write_text("[]")
+    assert ab("report", str(tmp_path), "--run", "other").status == 3
+
+
+def test_a_newer_run_of_which_nothing_can_be_read_does_not_show_the_older_one(ab: Command, tmp_path: Path) -> None:
+    write(tmp_path, make(number=1))
+    (tmp_path / "report-000002-new-rank0-5-00000000.json").write_text("")
+    done = ab("report", str(tmp_path))
+    assert done.status == 3
+    assert "no report of this run can be read" in done.stdout
+    assert ab("report", str(tmp_path), "--run", "run").status == 0
+
+
+def test_names_from_files_are_printed_literally(ab: Command, tmp_path: Path) -> None:
+    layers = {"[/]l0": DIFFERED, "[bold]x[/bold]": AGREED, "bell\a\x1b[2J": LayerCounters(calls=1)}
+    write(tmp_path, make(layers=layers, primary="[red]", device="[/]", errors=["[/]"], run_id="[/] :smile:"))
+    done = ab("report", str(tmp_path))
+    assert done.status == 1, done.stderr
+    for shown in (
+        "[/]l0",
+        "[bold]x[/bold]",
+        "bell\\x07\\x1b[2J",
+        "beside [red]",
+        "on [/]",
+        "switched off: [/]",
+        ":smile:",
+    ):
+        assert shown in done.stdout, shown
+    assert "\x1b" not in done.stdout
 
 
 @pytest.mark.parametrize("run", [None, "other"])
 def test_no_report_to_show_is_status_2(ab: Command, run: str | None, tmp_path: Path) -> None:
     if run:
-        write(tmp_path, AGREED)
+        write(tmp_path, make())
     done = ab("report", str(tmp_path), *(["--run", run] if run else []))
     assert (done.status, done.stdout) == (2, "")
-    assert ("the folder holds run" if run else "holds no shadow report") in done.stderr
+    assert ("the folder holds run" if run else "holds no report") in done.stderr
+
+
+def test_a_folder_of_damaged_reports_is_status_2(ab: Command, tmp_path: Path) -> None:
+    (tmp_path / "report-x.json").write_text(
+        '{"format": "hyv4_kvdequant.report", "version": 2, "report": {"\\u001b": 0}}'
+    )
+    done = ab("report", str(tmp_path))
+    assert (done.status, done.stdout) == (2, "")
+    assert "report-x.json is damaged" in done.stderr
+    assert "\x1b" not in done.stderr
 
 
 # --- replay ---
@@ -160,7 +248,7 @@ def traces(tmp_path: Path, wrong_plugin: Path, monkeypatch: pytest.MonkeyPatch) 
         call = make_call(seed)
         recorder.record(call, "layer.5", None, observe(shadow, call, "layer.5"))
     recorder.close()
-    shadow.close()
+    shadow.monitor.close()
     return [str(path) for path in recorder.written]
 
 

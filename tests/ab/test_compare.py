@@ -53,10 +53,10 @@ def test_steps_between_bf16_values_are_counted_across_zero() -> None:
 def test_counters_do_not_overflow_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WRONG_BACKEND_FAULT", "element")
     shadow = shadow_of(settings())
-    shadow.counters[0, : COLUMN["largest_ulp"]] = 2**31 - 1
+    shadow.monitor.counters[0, : COLUMN["largest_ulp"]] = 2**31 - 1
     observe(shadow, make_call())
-    shadow.close()
-    counters = shadow.snapshot()["layer.0"]
+    shadow.monitor.close()
+    counters = shadow.monitor.snapshot()["layer.0"]
     assert (counters.calls, counters.rows_differ, counters.elements_differ) == (2**31, 2**31, 2**31)
 
 
@@ -113,5 +113,5 @@ def test_contract_cases_compare_equal_between_right_backends() -> None:
                 shadow,
                 h.GatherCall(case.kv_cache, case.topk_indices, kv, indices, case.layout, case.tokens_per_request),
             )
-    shadow.close()
-    assert shadow.snapshot()["layer.0"].mismatches == 0
+    shadow.monitor.close()
+    assert shadow.monitor.snapshot()["layer.0"].mismatches == 0

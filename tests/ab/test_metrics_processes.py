@@ -14,10 +14,10 @@ from prometheus_client.multiprocess import MultiProcessCollector
 WORKER = """
 import sys
 from hyv4_kvdequant.ab.counters import LayerCounters
-from hyv4_kvdequant.ab.metrics import ShadowMetrics
-metrics = ShadowMetrics("wrong", int(sys.argv[1]))
+from hyv4_kvdequant.ab.metrics import Metrics
+metrics = Metrics("torch", "wrong", int(sys.argv[1]))
 for calls in (3, 5):
-    metrics.update({"layer.0": LayerCounters(calls=calls, rows_differ=calls, largest_ulp=2)})
+    metrics.update({"layer.0": LayerCounters(calls=calls, rows_differ=calls, largest_ulp=2, lost_entries=calls)})
 """
 
 
@@ -33,3 +33,5 @@ def test_workers_reach_the_api_server_where_the_folder_is_set(shared: bool, tmp_
         labels = f'{{backend="wrong",layer="layer.0",rank="{rank}",role="shadow"}}'
         assert (f"hyv4_kvdequant_shadow_calls_total{labels} 5.0" in shown) is shared
         assert (f"hyv4_kvdequant_shadow_largest_ulp{labels} 2.0" in shown) is shared
+        lost = f'hyv4_kvdequant_lost_entries_total{{backend="torch",layer="layer.0",rank="{rank}"}} 5.0'
+        assert (lost in shown) is shared

@@ -12,7 +12,8 @@ from prometheus_client import REGISTRY
 from shadowing import TOPK, make_call, observe, settings, shadow_of
 
 import hyv4_kvdequant as h
-from hyv4_kvdequant.ab.report import merge, read_reports
+from hyv4_kvdequant.ab.report import Reports, read_reports
+from hyv4_kvdequant.ab.verdict import merge
 from hyv4_kvdequant.steps import load_step
 
 pytestmark = pytest.mark.usefixtures("wrong_plugin", "fresh_instances")
@@ -40,9 +41,9 @@ def test_every_fault_is_found_where_it_is(fault: str, tmp_path: Path, monkeypatc
     observe(shadow, bad, "layer.1")
     assert torch.equal(bad.compact_kv.view(torch.int16), expected.compact_kv.view(torch.int16)), "served as it was"
     assert torch.equal(bad.compact_indices, expected.compact_indices)
-    shadow.close()
+    shadow.monitor.close()
 
-    (report,) = read_reports(tmp_path)
+    (report,) = read_reports(tmp_path).readable
     assert report.finished
     rows, indices, element = FOUND[fault]
     slots = bad.topk_indices.view(-1)
@@ -62,7 +63,7 @@ def test_every_fault_is_found_where_it_is(fault: str, tmp_path: Path, monkeypatc
         assert (first.shadow_bits - first.primary_bits) & 0xFFFF == 1
     if fault == "index":
         assert (first.k, first.primary_bits, first.shadow_bits) == (1, -1, 0)
-    assert not merge([report]).ok
+    assert not merge(Reports([report])).ok
 
 
 def test_two_right_backends_agree_over_ten_thousand_calls_and_the_golden_step(golden_step: Path) -> None:
@@ -79,8 +80,8 @@ def test_two_right_backends_agree_over_ten_thousand_calls_and_the_golden_step(go
     step = load_step(golden_step)
     kv = torch.empty(step.topk_indices.numel(), 576, dtype=torch.bfloat16)
     observe(shadow, h.GatherCall(step.kv_cache, step.topk_indices, kv, torch.empty_like(step.topk_indices)), "golden")
-    shadow.close()
-    layers = shadow.snapshot()
+    shadow.monitor.close()
+    layers = shadow.monitor.snapshot()
     assert sum(counters.calls for counters in layers.values()) == 10_001
     assert sum(counters.rows_compared for counters in layers.values()) > 30_000
     assert all(counters.mismatches == 0 for counters in layers.values())
@@ -94,12 +95,12 @@ def test_a_shadow_that_raises_is_switched_off_and_reported(
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
             observe(shadow, make_call())
-    shadow.close()
-    (report,) = read_reports(tmp_path)
+    shadow.monitor.close()
+    (report,) = read_reports(tmp_path).readable
     assert len(report.errors) == 1
     assert "no kernel image" in report.errors[0]
     assert len([r for r in caplog.records if "switched off" in r.message]) == 1
-    assert not merge([report]).ok
+    assert not merge(Reports([report])).ok
 
 
 def test_every_nth_call_of_each_layer_is_compared() -> None:
@@ -108,7 +109,7 @@ def test_every_nth_call_of_each_layer_is_compared() -> None:
         [observe(shadow, make_call(), layer) is not None for layer in ("layer.0", "layer.1", "layer.2")]
         for _ in range(7)
     ]
-    shadow.close()
+    shadow.monitor.close()
     assert compared == [[turn % 3 == 0] * 3 for turn in range(7)]
 
 
@@ -119,9 +120,9 @@ def test_the_first_mismatch_is_logged_once_with_its_place(
     with caplog.at_level(logging.INFO):
         shadow = shadow_of(settings(), rank=5)
         observe(shadow, make_call(), "model.layers.7.attn")
-        shadow._tell(finished=False)
+        shadow.monitor.tell(finished=False)
         observe(shadow, make_call(), "model.layers.8.attn")
-        shadow.close()
+        shadow.monitor.close()
     starts = [r.message for r in caplog.records if r.message.startswith("Shadow is on")]
     assert len(starts) == 1
     assert "wrong (wrong-kvdequant 0.1.0) beside torch (hyv4-kvdequant" in starts[0]
@@ -138,9 +139,9 @@ def test_metrics_carry_backend_role_rank_and_layer(monkeypatch: pytest.MonkeyPat
     labels = {"backend": "wrong", "role": "shadow", "rank": "3", "layer": "metrics.layer"}
     for turn in (1, 2):
         observe(shadow, make_call(), "metrics.layer")
-        shadow._tell(finished=False)
+        shadow.monitor.tell(finished=False)
         assert REGISTRY.get_sample_value("hyv4_kvdequant_shadow_rows_differ_total", labels) == turn
-    shadow.close()
+    shadow.monitor.close()
     assert REGISTRY.get_sample_value("hyv4_kvdequant_shadow_largest_ulp", labels) == 1
 
 
@@ -159,5 +160,5 @@ def test_a_host_may_build_its_layers_with_another_default_device() -> None:
     with torch.device("meta"):
         shadow = shadow_of(settings())
     observe(shadow, make_call())
-    shadow.close()
-    assert shadow.snapshot()["layer.0"].calls == 1
+    shadow.monitor.close()
+    assert shadow.monitor.snapshot()["layer.0"].calls == 1

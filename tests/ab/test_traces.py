@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ def test_traces_replay_on_a_cpu_and_hold_only_the_selected_records(
         call = make_call(seed)
         recorder.record(call, "model.layers.3", None, observe(shadow, call, "model.layers.3"))
     recorder.close()
-    shadow.close()
+    shadow.monitor.close()
     assert len(recorder.written) == 2
     step = load_step(recorder.written[0])
     assert step.notes["layer"] == "model.layers.3"
@@ -107,7 +108,7 @@ def test_a_folder_that_fails_while_recording_stops_the_recording_only(
         time.sleep(0.3)
         recorder.record(make_call(), "layer")
         recorder.close()
-    assert len([r for r in caplog.records if "Recording stops" in r.message]) == 1
+    assert len([r for r in caplog.records if "Recording of layer layer stops" in r.message]) == 1
 
 
 def test_recording_without_a_folder_or_a_shadow_is_told() -> None:
@@ -123,3 +124,61 @@ def test_recording_without_a_folder_or_a_shadow_is_told() -> None:
 def test_counts_that_cannot_be_are_told(field: str) -> None:
     with pytest.raises(h.ConfigurationError, match="cannot be read"):
         settings(**{field: 0})
+
+
+def test_one_layers_failure_stops_that_layer_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = make_recorder(h.load_backend("torch")(h.Target.detect("cpu")), settings(tmp_path, trace=4), 0)
+    assert recorder is not None
+    # Half a surrogate pair is no text that a step file can hold.
+    with caplog.at_level(logging.ERROR):
+        for seed, layer in enumerate(["\ud800", "\ud800", "[/]l0", "x" * 5000, "../up", ""]):
+            recorder.record(make_call(seed), layer)
+            time.sleep(0.1)
+        recorder.close()
+    assert len([r for r in caplog.records if "stops" in r.message]) == 1
+    assert [load_step(path).notes["layer"] for path in recorder.written] == ["[/]l0", "x" * 5000, "../up", ""]
+    assert {path.parent for path in recorder.written} == {tmp_path}
+    assert sorted(tmp_path.iterdir()) == sorted(recorder.written)
+
+
+def test_no_memory_for_a_snapshot_stops_that_layer_and_not_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = make_recorder(h.load_backend("torch")(h.Target.detect("cpu")), settings(tmp_path, trace=4), 0)
+    assert recorder is not None
+    call, clone = make_call(), torch.Tensor.clone
+
+    def fails(self: torch.Tensor) -> torch.Tensor:
+        if self is call.topk_indices:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return clone(self)
+
+    monkeypatch.setattr(torch.Tensor, "clone", fails)
+    with caplog.at_level(logging.ERROR):
+        recorder.record(call, "layer.0")
+        recorder.record(make_call(1), "layer.1")
+        recorder.close()
+    assert [load_step(path).notes["layer"] for path in recorder.written] == ["layer.1"]
+    assert "layer.0 stops" in caplog.text
+
+
+@pytest.mark.parametrize(("readable", "mode"), [(False, 0o600), (True, 0o640)])
+def test_traces_are_for_their_owner_unless_a_setting_says_otherwise(readable: bool, mode: int, tmp_path: Path) -> None:
+    given = settings(tmp_path, trace=1, report_group_readable=readable)
+    recorder = make_recorder(h.load_backend("torch")(h.Target.detect("cpu")), given, 0)
+    assert recorder is not None
+    recorder.record(make_call(), "layer")
+    recorder.close()
+    assert stat.S_IMODE(recorder.written[0].stat().st_mode) == mode
+
+
+def test_two_recorders_of_one_run_and_rank_keep_each_others_traces(tmp_path: Path) -> None:
+    backend = h.load_backend("torch")(h.Target.detect("cpu"))
+    for seed in (1, 2):
+        recorder = make_recorder(backend, settings(tmp_path, trace=1), 0, "run")
+        assert recorder is not None
+        recorder.record(make_call(seed), "layer")
+        recorder.close()
+    steps = [load_step(path) for path in tmp_path.iterdir()]
+    assert len(steps) == 2
+    assert not torch.equal(steps[0].topk_indices, steps[1].topk_indices)

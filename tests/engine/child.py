@@ -235,14 +235,14 @@ def run(configuration: Configuration, checkpoints: Path, seconds: float) -> dict
 
 
 def left_after_shutdown(llm: Any) -> dict[str, list[str]]:
-    """Threads and open files of this package once the engine and its shadow are shut down."""
+    """Threads and open files of this package once the engine and its monitor are shut down."""
     from hyv4_kvdequant.hosts import vllm_mainline
 
     llm.llm_engine.engine_core.shutdown()
-    shadows = [one.shadow for one in vllm_mainline._intercepts.values() if one.shadow is not None]
-    folders = {str(shadow.report_dir) for shadow in shadows}
-    for shadow in shadows:
-        shadow.close()
+    monitors = [one.monitor for one in vllm_mainline._intercepts.values()]
+    folders = {str(monitor.report_dir) for monitor in monitors if monitor.report_dir is not None}
+    for monitor in monitors:
+        monitor.close()
     files = []
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the folder's own entry is gone by now

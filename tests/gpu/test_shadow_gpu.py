@@ -67,8 +67,8 @@ def test_a_fault_is_found_inside_a_replayed_graph(fault: str, tmp_path: Path, mo
     graph = captured(shadow, call, "layer.9")
     for _ in range(4):
         graph.replay()
-    shadow.close()
-    found = shadow.snapshot()["layer.9"]
+    shadow.monitor.close()
+    found = shadow.monitor.snapshot()["layer.9"]
     assert found.calls == 5
     assert found.mismatches > 0
     assert found.mismatches % 5 == 0
@@ -89,9 +89,9 @@ def test_a_thousand_replays_are_counted_exactly_while_the_counters_are_read(monk
     for _ in range(1000):
         graph.replay()
     time.sleep(0.1)
-    seen_while_open = shadow.snapshot()["layer.0"].calls
-    shadow.close()
-    found = shadow.snapshot()["layer.0"]
+    seen_while_open = shadow.monitor.snapshot()["layer.0"].calls
+    shadow.monitor.close()
+    found = shadow.monitor.snapshot()["layer.0"]
     assert seen_while_open > 0
     filled = int((call.topk_indices >= 0).sum())
     assert (found.calls, found.rows_compared, found.rows_differ) == (1001, 1001 * filled, 1001)
@@ -103,8 +103,8 @@ def test_captures_are_not_broken_by_the_reading_thread() -> None:
         call = make_call(seed, device="cuda", tokens=4 * (seed + 1))
         captured(shadow, call, f"layer.{seed}").replay()
     torch.cuda.synchronize()
-    shadow.close()
-    assert all(counters.mismatches == 0 for counters in shadow.snapshot().values())
+    shadow.monitor.close()
+    assert all(counters.mismatches == 0 for counters in shadow.monitor.snapshot().values())
 
 
 def test_right_backends_agree_over_random_calls() -> None:
@@ -114,8 +114,8 @@ def test_right_backends_agree_over_random_calls() -> None:
         kv, indices = torch.empty_like(call.compact_kv), torch.empty_like(call.compact_indices)
         run_call(shadow.primary, call)
         shadow.observe(call, kv, indices, shadow.layer_index(f"layer.{seed % 7}"))
-    shadow.close()
-    layers = shadow.snapshot()
+    shadow.monitor.close()
+    layers = shadow.monitor.snapshot()
     assert sum(counters.calls for counters in layers.values()) == 500
     assert all(counters.mismatches == 0 for counters in layers.values())
 
@@ -138,10 +138,10 @@ def test_what_shadowing_costs_at_64_tokens(capsys: pytest.CaptureFixture[str]) -
 
     alone = time_graph(lambda: run_call(shadow.primary, call), device)
     shadowed = time_graph(both, device)
-    shadow.close()
+    shadow.monitor.close()
     with capsys.disabled():
         print(
             f"\nshadowing at 64 tokens of 2048 slots: {alone.median_us:.1f} us alone, {shadowed.median_us:.1f} us with "
             f"triton as its shadow, ratio {shadowed.median_us / alone.median_us:.2f}"
         )
-    assert shadow.snapshot()["layer.0"].mismatches == 0
+    assert shadow.monitor.snapshot()["layer.0"].mismatches == 0

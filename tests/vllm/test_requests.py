@@ -17,7 +17,8 @@ import pytest
 import torch
 from batches import forward, make_batch
 
-from hyv4_kvdequant.ab.report import merge, read_reports
+from hyv4_kvdequant.ab.report import read_reports
+from hyv4_kvdequant.ab.verdict import merge
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
@@ -86,7 +87,7 @@ def test_random_traffic_with_a_shadow(tmp_path: Path, monkeypatch: pytest.Monkey
     assert intercept.plans_taken["slot"] > 0
     assert intercept.plans_taken["context"] > 0
     assert kinds >= {(True, True), (False, True)}
-    intercept.shadow.close()
+    intercept.monitor.close()
     verdict = merge(read_reports(tmp_path))
     assert verdict.ok
     assert verdict.total.calls >= BATCHES
