@@ -17,6 +17,7 @@ from hyv4_kvdequant.ab.metrics import ShadowMetrics
 from hyv4_kvdequant.ab.report import Report, write_report
 from hyv4_kvdequant.contract import ConfigurationError, GatherCall, GatherDequantBackend, Target
 from hyv4_kvdequant.gather import run_call
+from hyv4_kvdequant.probe import load_for_start_up
 from hyv4_kvdequant.registry import describe
 from hyv4_kvdequant.selector import get_backend
 from hyv4_kvdequant.settings import Settings, variable_name
@@ -271,6 +272,7 @@ def make_shadow(
             f"{variable_name('shadow')} is {settings.shadow!r}, the backend that already serves; comparing it with "
             "itself would prove nothing. What to do: name another backend, or unset it."
         )
+    load_for_start_up({settings.shadow: settings.source("shadow")})
     backend = get_backend(settings.shadow, target, settings.source("shadow"))
     return Shadow(
         primary, backend, device=target.device, rank=rank, settings=settings, run_id=run_id, world_size=world_size

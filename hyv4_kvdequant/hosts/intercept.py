@@ -18,6 +18,7 @@ from hyv4_kvdequant.hosts.workspace import Workspace
 from hyv4_kvdequant.plans.choice import BatchSizes, Segment, choose_segments
 from hyv4_kvdequant.plans.chunks import chunk_bounds, plan_workspace, sparse_wave
 from hyv4_kvdequant.plans.remap import ContextTables, build_tables, remap_slots
+from hyv4_kvdequant.probe import load_for_start_up
 from hyv4_kvdequant.registry import describe
 from hyv4_kvdequant.selector import choose_name, describe_target, get_backend
 from hyv4_kvdequant.settings import Settings, variable_name
@@ -112,6 +113,7 @@ class Intercept:
         self.settings, self.facts = settings, facts
         self.target = Target.detect(facts.device, facts.layout, block_size=facts.block_size, topk=facts.topk)
         name, origin = choose_name(settings, self.target)
+        load_for_start_up({name: origin})
         self.backend = get_backend(name, self.target, origin)
         self.shadow: Shadow | None = make_shadow(
             self.backend, settings, self.target, facts.rank, facts.run_id, world_size=facts.world_size
