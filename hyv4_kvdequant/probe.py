@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hyv4_kvdequant.contract.errors import BackendLoadError
+from hyv4_kvdequant.defaults import IMPORT_TIMEOUT_S, START_UP_TIMEOUT_S
 from hyv4_kvdequant.registry import Registration, find_registration, is_loaded, load_backend, registered_backends
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
     from hyv4_kvdequant.contract import Features, GatherDequantBackend, Target
 
-IMPORT_TIMEOUT_S = 20.0
-# Generous: a vendor's library on a cold network file system takes its time, and at a start-up nobody sits and waits.
-START_UP_TIMEOUT_S = 60.0
 _ORIGIN = "the call"
 _OWN_DISTRIBUTION = "hyv4-kvdequant"
 
@@ -220,10 +218,10 @@ def probe_backends(target: Target, timeout_s: float = IMPORT_TIMEOUT_S) -> list[
 
 
 def load_for_start_up(origins: Mapping[str, str], timeout_s: float = START_UP_TIMEOUT_S) -> None:
-    """Imports backends in a process that serves, so that asking for them later runs no import; raises as `load_backend`.
+    """Imports backends in a process that serves; asking for them later runs no import. Raises as `load_backend`.
 
     Those of third parties are imported in a child first, which takes about as long as importing PyTorch, so that one
-    that hangs or ends its process is an error that names it. Our own import nothing that could, and cost nothing.
+    that hangs or ends its process is an error that names it. Our own import nothing that could, and are not looked at.
 
     Args:
         origins: for each name, where it came from (for messages).

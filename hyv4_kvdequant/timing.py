@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from hyv4_kvdequant.runs import BENCH_RUNS
+from hyv4_kvdequant.defaults import BENCH_RUNS
 
 RUNS = BENCH_RUNS
 SECONDS = 3.0

@@ -4,23 +4,57 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from hyv4_kvdequant.ab.plot import plot_replay, plot_report
-from hyv4_kvdequant.ab.replay import RUNS, Evidence, ReplayedCall, bootstrap_ratio, replay
-from hyv4_kvdequant.ab.report import Verdict, merge, read_reports
-from hyv4_kvdequant.cli.console import NOT_RIGHT, DeviceOption, JsonOption, default_device, err, out, print_json
-from hyv4_kvdequant.contract import ConfigurationError, Target
-from hyv4_kvdequant.selector import get_backend
+from hyv4_kvdequant.cli.backends import complete_backend, looking_at
+from hyv4_kvdequant.cli.console import (
+    DEFAULT_TIMEOUT,
+    NOT_RIGHT,
+    DeviceOption,
+    JsonOption,
+    TimeoutOption,
+    default_device,
+    err,
+    help_end,
+    out,
+    print_json,
+)
+from hyv4_kvdequant.contract.errors import ConfigurationError
+from hyv4_kvdequant.defaults import REPLAY_RUNS
 
-app = typer.Typer(help="A/B two backends: reports of a shadow, replay of traces.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from hyv4_kvdequant.ab.replay import Evidence, ReplayedCall
+    from hyv4_kvdequant.ab.report import Verdict
+
+REPORT_HELP_END = help_end(
+    "ab report /var/log/hyv4",
+    "ab report /var/log/hyv4 --run RUN --plot mismatches.png",
+    "ab report /var/log/hyv4 --json",
+    status="0 the backends agree; 1 they differ; 3 inconclusive: what was compared decides nothing, and the reasons "
+    "are shown; 2 the reports cannot be read.",
+)
+REPLAY_HELP_END = help_end(
+    "ab replay TRACE.safetensors --a torch --b triton",
+    "ab replay traces/*.safetensors --a triton --b mychip --runs 100 --json",
+    status="0 the backends agree; 1 they differ; 2 a trace, a backend or the device cannot be used.",
+)
+app = typer.Typer(
+    help="A/B two backends: reports of a shadow, replay of traces.",
+    epilog=help_end(
+        "ab report /var/log/hyv4",
+        "ab replay TRACE.safetensors --a torch --b triton",
+        status="0 agree; 1 differ; 2 could not be carried out; 3 (ab report) inconclusive.",
+    ),
+    no_args_is_help=True,
+)
 PlotOption = Annotated[Path | None, typer.Option("--plot", help="Also draw it, into this file.")]
 
 
-@app.command()
+@app.command(epilog=REPORT_HELP_END)
 def report(
     folder: Annotated[Path, typer.Argument(help="The folder of the reports.")],
     run: Annotated[str | None, typer.Option(help="A run's id. Default: the run updated last.")] = None,
@@ -28,8 +62,12 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Merges all ranks of a run into a verdict; exit status 1 on any mismatch, or when nothing was compared."""
+    from hyv4_kvdequant.ab.report import merge, read_reports
+
     verdict = merge(read_reports(folder), run)
     if plot is not None:
+        from hyv4_kvdequant.ab.plot import plot_report
+
         plot_report(verdict, plot)
     if as_json:
         print_json(_verdict_dict(verdict))
@@ -69,18 +107,18 @@ def _print_verdict(verdict: Verdict) -> None:
     for rank in verdict.ranks:
         _print_rank(rank)
     for missing in verdict.missing_ranks:
-        out.print(f"rank {missing} of {first.world_size}: no report in this folder", highlight=False)
+        out.print(f"rank {missing} of {first.world_size}: no report in this folder")
     for name in verdict.layers:
         _print_first(verdict, name)
-    agree = "[green]the backends agree[/]" if verdict.ok else "[red]not safe: see above[/]"
-    out.print(f"Verdict: {agree}" if verdict.total.calls else "Verdict: [red]nothing was compared[/]")
+    agree = Text("the backends agree", "green") if verdict.ok else Text("not safe: see above", "red")
+    out.print("Verdict:", agree if verdict.total.calls else Text("nothing was compared", "red"))
 
 
 def _print_first(verdict: Verdict, layer: str) -> None:
     for rank in verdict.ranks:
         first = rank.layers[layer].first if layer in rank.layers else None
         if first is not None:
-            out.print(f"first mismatch in {layer}, rank {rank.rank}: {first}", highlight=False, markup=False)
+            out.print(f"first mismatch in {layer}, rank {rank.rank}: {first}")
             return
 
 
@@ -92,21 +130,20 @@ def _print_rank(rank: Any) -> None:
     out.print(
         f"rank {rank.rank} on {rank.device}: {state}; eager calls compared: every {rank.every}; "
         f"in graphs: {graphs or 'none captured'}",
-        highlight=False,
-        markup=False,
     )
     for error in rank.errors:
-        out.print(f"rank {rank.rank}: the shadow was switched off: {error}", highlight=False, markup=False)
+        out.print(f"rank {rank.rank}: the shadow was switched off: {error}")
 
 
-@app.command("replay")
+@app.command("replay", epilog=REPLAY_HELP_END)
 def replay_command(  # noqa: PLR0917 - options of a command, given by name
     traces: Annotated[list[Path], typer.Argument(help="Recorded calls (step files).")],
-    a: Annotated[str, typer.Option("--a", help="One backend.")],
-    b: Annotated[str, typer.Option("--b", help="The other.")],
+    a: Annotated[str, typer.Option("--a", help="One backend.", autocompletion=complete_backend)],
+    b: Annotated[str, typer.Option("--b", help="The other.", autocompletion=complete_backend)],
     device: DeviceOption = None,
-    runs: Annotated[int, typer.Option(min=0, help="Timed pairs of runs a call; 0 compares only.")] = RUNS,
+    runs: Annotated[int, typer.Option(min=0, help="Timed pairs of runs a call; 0 compares only.")] = REPLAY_RUNS,
     plot: PlotOption = None,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
     as_json: JsonOption = False,
 ) -> None:
     """Both backends on recorded calls, in turn; exit status 1 when they differ."""
@@ -114,12 +151,17 @@ def replay_command(  # noqa: PLR0917 - options of a command, given by name
         raise ConfigurationError(f"--a and --b are both {a!r}; comparing a backend with itself proves nothing.")
     if plot is not None and not runs:
         raise ConfigurationError("--plot draws times, and --runs 0 takes none. Leave one of them out.")
-    chosen = default_device(device)
-    target = Target.detect(chosen)
-    backends = get_backend(a, target, "--a"), get_backend(b, target, "--b")
-    with err.status(f"replaying {len(traces)} calls on {chosen}"):
-        calls = list(replay(traces, *backends, chosen, runs=runs))
+    with looking_at([a, b], timeout) as prober:
+        from hyv4_kvdequant.ab.replay import replay
+        from hyv4_kvdequant.contract import Target
+
+        chosen = default_device(device)
+        backends = prober.get_backends({a: "--a", b: "--b"}, Target.detect(chosen))
+    with err.status(Text(f"replaying {len(traces)} calls on {chosen}")):
+        calls = list(replay(traces, backends[a], backends[b], chosen, runs=runs))
     if plot is not None:
+        from hyv4_kvdequant.ab.plot import plot_replay
+
         plot_replay(calls, (a, b), plot)
     if as_json:
         print_json(_replay_dict(calls, a, b, str(chosen)))
@@ -130,6 +172,8 @@ def replay_command(  # noqa: PLR0917 - options of a command, given by name
 
 
 def _ratios(calls: list[ReplayedCall]) -> dict[str, Any]:
+    from hyv4_kvdequant.ab.replay import bootstrap_ratio
+
     modes = calls[0].times if calls else {}
     return {mode: asdict(bootstrap_ratio([call.ratio(mode) for call in calls])) for mode in modes}
 
@@ -163,7 +207,6 @@ def _print_replay(calls: list[ReplayedCall], a: str, b: str, device: str) -> Non
         out.print(
             f"{mode}: A takes {ratio['median']:.3f} times B's time (95 % interval {ratio['low']:.3f} to "
             f"{ratio['high']:.3f}, {len(calls)} calls)",
-            highlight=False,
         )
     for call in calls:
         if call.evidence is not None:
@@ -171,11 +214,11 @@ def _print_replay(calls: list[ReplayedCall], a: str, b: str, device: str) -> Non
 
 
 def _print_evidence(trace: str, evidence: Evidence, a: str, b: str) -> None:
-    out.print(f"{trace}: first mismatch at slot {evidence.slot}, element {evidence.element}", highlight=False)
+    out.print(f"{trace}: first mismatch at slot {evidence.slot}, element {evidence.element}")
     if evidence.element < 0:
-        out.print(f"  index of {a}: {evidence.a}, of {b}: {evidence.b}", highlight=False)
+        out.print(f"  index of {a}: {evidence.a}, of {b}: {evidence.b}")
     else:
         expected = "unknown" if evidence.expected is None else f"{evidence.expected:#06x}"
         bits = f"  {a}: {evidence.a:#06x}   {b}: {evidence.b:#06x}   expected: {expected}"
-        out.print(bits, highlight=False)
-    out.print(f"  record: {evidence.record}", highlight=False, soft_wrap=True)
+        out.print(bits)
+    out.print(f"  record: {evidence.record}", soft_wrap=True)
