@@ -1,35 +1,36 @@
 """Interchangeable backends that gather and dequantize HY V4's fp8 KV cache to BF16.
 
-Importing this package imports PyTorch and nothing heavier: no backend, no vLLM, no Triton, no device.
+Importing this package imports nothing heavy: no PyTorch, no backend, no vLLM, no Triton, no device. A name is
+imported when it is first used.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hyv4_kvdequant.contract import (
-    API_VERSION,
-    FP8_DS_MLA,
-    LAYOUTS,
-    BackendConflictError,
-    BackendError,
-    BackendLoadError,
-    BackendUnavailableError,
-    ConfigurationError,
-    Features,
-    GatherCall,
-    GatherDequantBackend,
-    HostError,
-    InvalidCallError,
-    KVDequantError,
-    RecordLayout,
-    StepFileError,
-    Target,
-    UnknownBackendError,
-)
+from hyv4_kvdequant.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from hyv4_kvdequant.contract import (
+        API_VERSION,
+        FP8_DS_MLA,
+        LAYOUTS,
+        BackendConflictError,
+        BackendError,
+        BackendLoadError,
+        BackendUnavailableError,
+        ConfigurationError,
+        Features,
+        GatherCall,
+        GatherDequantBackend,
+        HostError,
+        InvalidCallError,
+        KVDequantError,
+        RecordLayout,
+        StepFileError,
+        Target,
+        UnknownBackendError,
+    )
     from hyv4_kvdequant.gather import (
         GatherResult,
         gather_dequantize,
@@ -40,20 +41,6 @@ if TYPE_CHECKING:
     from hyv4_kvdequant.settings import Settings, load_settings
 
 __version__ = "0.1.0"
-
-# Resolved on first use: each of these modules imports a library that not every user of the contract needs.
-_LAZY = {
-    "GatherResult": "gather",
-    "gather_dequantize": "gather",
-    "gather_dequantize_fp8_ds_mla_cache": "gather",
-    "load_backend": "registry",
-    "register_backend": "registry",
-    "registered_backends": "registry",
-    "unregister_backend": "registry",
-    "select_backend": "selector",
-    "Settings": "settings",
-    "load_settings": "settings",
-}
 
 __all__ = [
     "API_VERSION",
@@ -87,12 +74,20 @@ __all__ = [
     "unregister_backend",
 ]
 
+_ELSEWHERE = {
+    "GatherResult": "gather",
+    "gather_dequantize": "gather",
+    "gather_dequantize_fp8_ds_mla_cache": "gather",
+    "load_backend": "registry",
+    "register_backend": "registry",
+    "registered_backends": "registry",
+    "unregister_backend": "registry",
+    "select_backend": "selector",
+    "Settings": "settings",
+    "load_settings": "settings",
+}
+_HOMES = {name: _ELSEWHERE.get(name, "contract") for name in __all__ if name != "__version__"}
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+# Type checkers have the imports above, and are to find a name that does not exist.
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES, ("__version__",))

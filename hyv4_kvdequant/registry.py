@@ -2,7 +2,7 @@
 
 Entry points of the group `hyv4_kvdequant.backends` are listed without importing anything; a backend is
 imported when it is asked for by name. Nothing is remembered on disk, so a plugin that was just installed or
-removed is seen at once.
+removed is seen at once. Listing needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from stevedore.driver import DriverManager
 from stevedore.extension import error_on_conflict
 
-from hyv4_kvdequant.contract import (
-    API_VERSION,
+from hyv4_kvdequant.contract.errors import (
     BackendConflictError,
     BackendLoadError,
     ConfigurationError,
-    Features,
-    GatherDequantBackend,
     UnknownBackendError,
 )
 from hyv4_kvdequant.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from hyv4_kvdequant.contract import GatherDequantBackend
 
 ENTRY_POINT_GROUP = "hyv4_kvdequant.backends"
 NAME_RULE = "a lower-case letter, then lower-case letters, digits, '-' or '_'"
@@ -128,6 +128,11 @@ def find_registration(name: str, origin: str = "the call") -> Registration:
     return claims[name][0]
 
 
+def backend_names() -> list[str]:
+    """Every registered name that can be asked for; imports no backend and no PyTorch."""
+    return [name for name in registered_backends() if _NAME.match(name)]
+
+
 def describe(name: str) -> str:
     """The backend with its distribution and version; the bare name where nothing registers it (any more)."""
     claims = registered_backends().get(name, [])
@@ -155,6 +160,11 @@ def load_backend(name: str, origin: str = "the call") -> type[GatherDequantBacke
     return backend_class
 
 
+def is_loaded(registration: Registration) -> bool:
+    """Whether this process has the backend's class already, so that asking for it runs no code of the plugin."""
+    return registration.backend_class is not None or registration in _loaded
+
+
 def _import(registration: Registration, origin: str) -> type[GatherDequantBackend]:
     assert registration.entry_point is not None
     failures: list[BaseException] = []
@@ -169,7 +179,9 @@ def _import(registration: Registration, origin: str) -> type[GatherDequantBacken
                 conflict_resolver=error_on_conflict,
             )
         loaded = manager.driver
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise  # somebody's Ctrl-C; a plugin that raises it itself is told by the probe
+    except BaseException as error:
         cause = failures[0] if failures else error
         raise BackendLoadError(
             f"Backend {registration} (asked for by {origin}) does not load: importing "
@@ -190,6 +202,8 @@ def _import(registration: Registration, origin: str) -> type[GatherDequantBacken
 
 def backend_problems(candidate: object, name: str) -> list[str]:
     """Why `candidate` cannot serve as the backend registered as `name`: sentences, empty when it can."""
+    from hyv4_kvdequant.contract import API_VERSION, Features, GatherDequantBackend
+
     if not inspect.isclass(candidate) or not issubclass(candidate, GatherDequantBackend):
         return [f"{candidate!r} is not a subclass of hyv4_kvdequant.GatherDequantBackend."]
     problems = []

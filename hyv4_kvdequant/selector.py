@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 from hyv4_kvdequant import registry
-from hyv4_kvdequant.contract import BackendUnavailableError, ConfigurationError, GatherDequantBackend, Target
+from hyv4_kvdequant.contract import (
+    BackendLoadError,
+    BackendUnavailableError,
+    ConfigurationError,
+    Features,
+    GatherDequantBackend,
+    KVDequantError,
+    Target,
+)
 from hyv4_kvdequant.settings import Settings, load_settings, variable_name
+
+T = TypeVar("T")
 
 PLATFORM_DEFAULTS = {"hcu": "lightop", "cuda": "triton", "rocm": "triton", "cpu": "torch"}
 """The default backend of a platform: decided by the platform alone, never by what happens to be installed."""
@@ -57,7 +69,7 @@ def get_backend(name: str, target: Target, origin: str = "the call") -> GatherDe
 
 def _make(name: str, target: Target, origin: str) -> GatherDequantBackend:
     backend_class = registry.load_backend(name, origin)
-    reasons = backend_class.unavailable_reasons(target)
+    reasons = ask_reasons(backend_class, target, origin)
     if reasons:
         listed = "\n".join(f"  - {reason}" for reason in reasons)
         raise BackendUnavailableError(
@@ -67,7 +79,60 @@ def _make(name: str, target: Target, origin: str) -> GatherDequantBackend:
             "(`hyv4-kvdequant list` shows which do). No other backend was tried.",
             reasons,
         )
-    return backend_class(target)
+    return construct(backend_class, target, origin)
+
+
+def ask_reasons(backend_class: type[GatherDequantBackend], target: Target, origin: str = "the call") -> list[str]:
+    """`unavailable_reasons`, held to what the contract says of it.
+
+    Raises:
+        BackendLoadError: it raises, or answers with anything but a list of strings.
+    """
+    name = backend_class.name
+    reasons = _held_to_contract(lambda: backend_class.unavailable_reasons(target), name, origin, "unavailable_reasons")
+    if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
+        raise _breaks_contract(
+            name,
+            origin,
+            f"unavailable_reasons returned {reasons!r}; expected a list of sentences, empty when it can run",
+        )
+    return reasons
+
+
+def construct(
+    backend_class: type[GatherDequantBackend], target: Target, origin: str = "the call"
+) -> GatherDequantBackend:
+    """An instance for `target`, for which `ask_reasons` gave none.
+
+    Raises:
+        BackendLoadError: `__init__` or `features` raises, or what they give is not what the contract says.
+        KVDequantError: whatever `__init__` raises of this package's own errors, unchanged.
+    """
+    name = backend_class.name
+    backend = _held_to_contract(lambda: backend_class(target), name, origin, "__init__")
+    if not isinstance(backend, backend_class):
+        raise _breaks_contract(name, origin, f"constructing it gave {backend!r}, which is no instance of it")
+    features = _held_to_contract(lambda: backend.features, name, origin, "features")
+    if not isinstance(features, Features):
+        raise _breaks_contract(name, origin, f"its features are {features!r}; expected a hyv4_kvdequant.Features")
+    return backend
+
+
+def _held_to_contract(ask: Callable[[], T], name: str, origin: str, what: str) -> T:
+    try:
+        return ask()
+    except (KVDequantError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise _breaks_contract(name, origin, f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def _breaks_contract(name: str, origin: str, how: str) -> BackendLoadError:
+    registered = registry.describe(name)
+    return BackendLoadError(
+        f"Backend {registered} (asked for by {origin}) breaks the contract: {how}.\n"
+        f"What to do: repair or reinstall its distribution, or ask for another backend. {registry.describe_installed()}"
+    )
 
 
 def describe_target(target: Target) -> str:

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-RUNS = 100
+from hyv4_kvdequant.defaults import BENCH_RUNS
+
+RUNS = BENCH_RUNS
 SECONDS = 3.0
 _FEWEST_RUNS = 5
 _WARM_UPS = 3

@@ -12,12 +12,13 @@ import torch
 from hyv4_kvdequant.ab.compare import compare
 from hyv4_kvdequant.ab.counters import LayerCounters, fresh_row, read_row
 from hyv4_kvdequant.contract import GatherCall, GatherDequantBackend
+from hyv4_kvdequant.defaults import REPLAY_RUNS
 from hyv4_kvdequant.gather import run_call
 from hyv4_kvdequant.steps import Step, cache_on, load_step
 from hyv4_kvdequant.testing import expected_rows
 from hyv4_kvdequant.timing import single_runs
 
-RUNS = 30
+RUNS = REPLAY_RUNS
 _RESAMPLES = 2000
 
 

@@ -13,6 +13,7 @@ from hyv4_kvdequant.ab.monitor import READ_EVERY_S, Monitor, ShadowState
 from hyv4_kvdequant.contract import ConfigurationError, GatherCall, GatherDequantBackend, Target
 from hyv4_kvdequant.gather import run_call
 from hyv4_kvdequant.memory import outside_memory_pools
+from hyv4_kvdequant.probe import load_for_start_up
 from hyv4_kvdequant.registry import describe
 from hyv4_kvdequant.selector import get_backend
 from hyv4_kvdequant.settings import Settings, variable_name
@@ -140,5 +141,6 @@ def _shadow_backend(primary: GatherDequantBackend, settings: Settings, target: T
             f"{variable_name('shadow')} is {name!r}, the backend that already serves; comparing it with "
             "itself would prove nothing. What to do: name another backend, or unset it."
         )
+    load_for_start_up({name: settings.source("shadow")})
     # What a backend keeps for good may not lie where a host takes memory away while it sleeps.
     return outside_memory_pools(target.device, lambda: get_backend(name, target, settings.source("shadow")))

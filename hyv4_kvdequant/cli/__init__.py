@@ -1,14 +1,17 @@
 """The command line `hyv4-kvdequant`.
 
 Exit status: 0 when all is well; 1 when something was checked and is not right (a broken clause, a mismatch, a
-start-up that would fail); 2 when the command could not be carried out (bad arguments, an unusable file or backend).
+start-up that would fail); 2 when the command could not be carried out (bad arguments, an unusable file or backend);
+3 from `ab report` when what was compared decides nothing.
+
+A command imports what it needs when it runs: help, version and completion import neither PyTorch nor a backend.
 """
 
 from __future__ import annotations
 
 import sys
 
-from hyv4_kvdequant.contract import KVDequantError
+from hyv4_kvdequant.contract.errors import KVDequantError
 
 
 def main() -> None:
@@ -18,5 +21,7 @@ def main() -> None:
     try:
         app()
     except KVDequantError as error:
-        print(f"error: {error}", file=sys.stderr)
+        from hyv4_kvdequant.cli.console import printable
+
+        print(printable(f"error: {error}"), file=sys.stderr)
         sys.exit(2)

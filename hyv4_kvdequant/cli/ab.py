@@ -4,22 +4,56 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from hyv4_kvdequant.ab.plot import plot_replay, plot_report
-from hyv4_kvdequant.ab.replay import RUNS, Evidence, ReplayedCall, bootstrap_ratio, replay
-from hyv4_kvdequant.cli.console import NOT_RIGHT, DeviceOption, JsonOption, default_device, err, out, print_json
-from hyv4_kvdequant.contract import ConfigurationError, Target
-from hyv4_kvdequant.selector import get_backend
+from hyv4_kvdequant.cli.backends import complete_backend, looking_at
+from hyv4_kvdequant.cli.console import (
+    DEFAULT_TIMEOUT,
+    NOT_RIGHT,
+    DeviceOption,
+    JsonOption,
+    TimeoutOption,
+    default_device,
+    err,
+    help_end,
+    out,
+    print_json,
+)
+from hyv4_kvdequant.contract.errors import ConfigurationError
+from hyv4_kvdequant.defaults import REPLAY_RUNS
 
-app = typer.Typer(help="A/B two backends: reports of a shadow, replay of traces.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from hyv4_kvdequant.ab.replay import Evidence, ReplayedCall
+
+REPORT_HELP_END = help_end(
+    "ab report /var/log/hyv4",
+    "ab report /var/log/hyv4 --run RUN --plot mismatches.png",
+    "ab report /var/log/hyv4 --json",
+    status="0 the backends agree; 1 they differ; 3 inconclusive: what was compared decides nothing, and the reasons "
+    "are shown; 2 the reports cannot be read.",
+)
+REPLAY_HELP_END = help_end(
+    "ab replay TRACE.safetensors --a torch --b triton",
+    "ab replay traces/*.safetensors --a triton --b mychip --runs 100 --json",
+    status="0 the backends agree; 1 they differ; 2 a trace, a backend or the device cannot be used.",
+)
+app = typer.Typer(
+    help="A/B two backends: reports of a shadow, replay of traces.",
+    epilog=help_end(
+        "ab report /var/log/hyv4",
+        "ab replay TRACE.safetensors --a torch --b triton",
+        status="0 agree; 1 differ; 2 could not be carried out; 3 (ab report) inconclusive.",
+    ),
+    no_args_is_help=True,
+)
 PlotOption = Annotated[Path | None, typer.Option("--plot", help="Also draw it, into this file.")]
 
 
-@app.command()
+@app.command(epilog=REPORT_HELP_END)
 def report(
     folder: Annotated[Path, typer.Argument(help="The folder of the reports.")],
     run: Annotated[str | None, typer.Option(help="A run's id. Default: the run begun last.")] = None,
@@ -37,6 +71,8 @@ def report(
 
     verdict = merge(read_reports(folder), run)
     if plot is not None:
+        from hyv4_kvdequant.ab.plot import plot_report
+
         plot_report(verdict, plot)
     if as_json:
         print_json(as_dict(verdict))
@@ -45,14 +81,15 @@ def report(
     raise typer.Exit(EXIT_STATUS[verdict.outcome])
 
 
-@app.command("replay")
+@app.command("replay", epilog=REPLAY_HELP_END)
 def replay_command(  # noqa: PLR0917 - options of a command, given by name
     traces: Annotated[list[Path], typer.Argument(help="Recorded calls (step files).")],
-    a: Annotated[str, typer.Option("--a", help="One backend.")],
-    b: Annotated[str, typer.Option("--b", help="The other.")],
+    a: Annotated[str, typer.Option("--a", help="One backend.", autocompletion=complete_backend)],
+    b: Annotated[str, typer.Option("--b", help="The other.", autocompletion=complete_backend)],
     device: DeviceOption = None,
-    runs: Annotated[int, typer.Option(min=0, help="Timed pairs of runs a call; 0 compares only.")] = RUNS,
+    runs: Annotated[int, typer.Option(min=0, help="Timed pairs of runs a call; 0 compares only.")] = REPLAY_RUNS,
     plot: PlotOption = None,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
     as_json: JsonOption = False,
 ) -> None:
     """Both backends on recorded calls, in turn; exit status 1 when they differ."""
@@ -60,12 +97,17 @@ def replay_command(  # noqa: PLR0917 - options of a command, given by name
         raise ConfigurationError(f"--a and --b are both {a!r}; comparing a backend with itself proves nothing.")
     if plot is not None and not runs:
         raise ConfigurationError("--plot draws times, and --runs 0 takes none. Leave one of them out.")
-    chosen = default_device(device)
-    target = Target.detect(chosen)
-    backends = get_backend(a, target, "--a"), get_backend(b, target, "--b")
-    with err.status(f"replaying {len(traces)} calls on {chosen}"):
-        calls = list(replay(traces, *backends, chosen, runs=runs))
+    with looking_at([a, b], timeout) as prober:
+        from hyv4_kvdequant.ab.replay import replay
+        from hyv4_kvdequant.contract import Target
+
+        chosen = default_device(device)
+        backends = prober.get_backends({a: "--a", b: "--b"}, Target.detect(chosen))
+    with err.status(Text(f"replaying {len(traces)} calls on {chosen}")):
+        calls = list(replay(traces, backends[a], backends[b], chosen, runs=runs))
     if plot is not None:
+        from hyv4_kvdequant.ab.plot import plot_replay
+
         plot_replay(calls, (a, b), plot)
     if as_json:
         print_json(_replay_dict(calls, a, b, str(chosen)))
@@ -76,6 +118,8 @@ def replay_command(  # noqa: PLR0917 - options of a command, given by name
 
 
 def _ratios(calls: list[ReplayedCall]) -> dict[str, Any]:
+    from hyv4_kvdequant.ab.replay import bootstrap_ratio
+
     modes = calls[0].times if calls else {}
     return {mode: asdict(bootstrap_ratio([call.ratio(mode) for call in calls])) for mode in modes}
 
@@ -109,7 +153,6 @@ def _print_replay(calls: list[ReplayedCall], a: str, b: str, device: str) -> Non
         out.print(
             f"{mode}: A takes {ratio['median']:.3f} times B's time (95 % interval {ratio['low']:.3f} to "
             f"{ratio['high']:.3f}, {len(calls)} calls)",
-            highlight=False,
         )
     for call in calls:
         if call.evidence is not None:
@@ -117,11 +160,11 @@ def _print_replay(calls: list[ReplayedCall], a: str, b: str, device: str) -> Non
 
 
 def _print_evidence(trace: str, evidence: Evidence, a: str, b: str) -> None:
-    out.print(f"{trace}: first mismatch at slot {evidence.slot}, element {evidence.element}", highlight=False)
+    out.print(f"{trace}: first mismatch at slot {evidence.slot}, element {evidence.element}")
     if evidence.element < 0:
-        out.print(f"  index of {a}: {evidence.a}, of {b}: {evidence.b}", highlight=False)
+        out.print(f"  index of {a}: {evidence.a}, of {b}: {evidence.b}")
     else:
         expected = "unknown" if evidence.expected is None else f"{evidence.expected:#06x}"
         bits = f"  {a}: {evidence.a:#06x}   {b}: {evidence.b:#06x}   expected: {expected}"
-        out.print(bits, highlight=False)
-    out.print(f"  record: {evidence.record}", highlight=False, soft_wrap=True)
+        out.print(bits)
+    out.print(f"  record: {evidence.record}", soft_wrap=True)

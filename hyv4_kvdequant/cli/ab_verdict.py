@@ -48,11 +48,11 @@ def print_verdict(verdict: Verdict) -> None:
     for gap in verdict.gaps:
         _say(f"not proved: {gap}")
     words = {
-        "agree": "[green]the backends agree[/]",
-        "differ": "[red]not safe: see above[/]",
-        "inconclusive": "[yellow]inconclusive: see what is not proved[/]",
+        "agree": Text("the backends agree", "green"),
+        "differ": Text("not safe: see above", "red"),
+        "inconclusive": Text("inconclusive: see what is not proved", "yellow"),
     }
-    out.print(f"Verdict: {words[verdict.outcome]}")
+    out.print("Verdict:", words[verdict.outcome])
 
 
 def _table(verdict: Verdict) -> Table:

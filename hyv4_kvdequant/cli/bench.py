@@ -4,36 +4,49 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.progress import Progress
 from rich.table import Table
 
-from hyv4_kvdequant.bench.gather import FLOOR, GatherShape, Measurement, count_measurements, measure_gather
+from hyv4_kvdequant.cli.backends import BackendsOption, looking_at
+from hyv4_kvdequant.cli.bench_prefill import HELP_END as PREFILL_HELP_END
 from hyv4_kvdequant.cli.bench_prefill import bench_prefill
 from hyv4_kvdequant.cli.console import (
+    DEFAULT_TIMEOUT,
     DeviceOption,
     JsonOption,
+    TimeoutOption,
     default_device,
     describe_run,
     device_name,
     err,
+    help_end,
     out,
     print_json,
 )
-from hyv4_kvdequant.contract import ConfigurationError, GatherDequantBackend, Target
-from hyv4_kvdequant.probe import probe_backends
-from hyv4_kvdequant.selector import get_backend
-from hyv4_kvdequant.timing import RUNS
-from hyv4_kvdequant.versions import describe_versions
+from hyv4_kvdequant.contract.errors import ConfigurationError
+from hyv4_kvdequant.defaults import BENCH_RUNS
 
+if TYPE_CHECKING:
+    import torch
+
+    from hyv4_kvdequant.bench.gather import GatherShape, Measurement
+    from hyv4_kvdequant.contract import GatherDequantBackend, Target
+    from hyv4_kvdequant.probe import Prober
+
+_STATUS = "0 it was measured; 2 a backend, the device or an option cannot be used."
+HELP_END = help_end(
+    "bench",
+    "bench --tokens 1,64 --backend triton --backend mychip --device cuda",
+    "bench --width 4 --runs 200 --json",
+    status=_STATUS,
+)
 app = typer.Typer(invoke_without_command=True)
-app.command("prefill")(bench_prefill)
+app.command("prefill", epilog=PREFILL_HELP_END)(bench_prefill)
 
 
-@app.callback()
+@app.callback(epilog=HELP_END)
 def bench(
     context: typer.Context,
     *,
@@ -42,20 +55,29 @@ def bench(
     context_slots: Annotated[int, typer.Option("--context", help="Slots that the selected ones come from.")] = 131072,
     cache_slots: Annotated[int, typer.Option(help="Slots of the cache.")] = 2**20,
     width: Annotated[int, typer.Option(help="Request width; rows of a request share 7/8 of their slots.")] = 1,
-    backend: Annotated[
-        list[str] | None, typer.Option(help="Backend by name; repeat for several. Default: all that serve the device.")
-    ] = None,
+    backend: BackendsOption = None,
     device: DeviceOption = None,
-    runs: Annotated[int, typer.Option(help="Runs of each measurement; fewer where they take over 3 seconds.")] = RUNS,
+    runs: Annotated[int, typer.Option(help="Runs of each measurement; fewer where they take over 3 seconds.")] = (
+        BENCH_RUNS
+    ),
     plot: Annotated[Path | None, typer.Option(help="Also draw time against tokens into this file.")] = None,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
     as_json: JsonOption = False,
 ) -> None:
-    """Times gather + dequantize with cold caches, beside a device copy of the same bytes (the floor)."""
+    """Times gather + dequantize with cold caches, beside a device copy of the same bytes (the floor).
+
+    Without --backend it measures all that serve the device.
+    """
     if context.invoked_subcommand is not None:
         return
-    where = default_device(device)
-    shapes = [GatherShape(count, topk, context_slots, cache_slots, width) for count in _counts(tokens)]
-    backends = _backends(backend, Target.detect(where, block_size=64, topk=topk, packed=True))
+    with looking_at(backend, timeout) as prober:
+        from hyv4_kvdequant.bench.gather import GatherShape
+        from hyv4_kvdequant.contract import Target
+        from hyv4_kvdequant.versions import describe_versions
+
+        where = default_device(device)
+        shapes = [GatherShape(count, topk, context_slots, cache_slots, width) for count in _counts(tokens)]
+        backends = _backends(backend, Target.detect(where, block_size=64, topk=topk, packed=True), prober)
     measurements = _measure(backends, shapes, where, runs)
     if plot is not None:
         from hyv4_kvdequant.bench.plot import plot_gather
@@ -68,9 +90,9 @@ def bench(
         if rows := [one for one in measurements if one.mode == mode]:
             out.print(_table(rows, title))
     first = [f"{one.backend} {one.timing.median_us / 1e6:.2f} s" for one in measurements if one.mode == "first"]
-    out.print(f"First call, compilation included if nothing was cached: {', '.join(first)}", highlight=False)
-    out.print(f"Device: {device_name(where)}; {_describe(shapes[0])}", highlight=False)
-    out.print(f"Versions: {describe_versions()}", highlight=False)
+    out.print(f"First call, compilation included if nothing was cached: {', '.join(first)}")
+    out.print(f"Device: {device_name(where)}; {_describe(shapes[0])}")
+    out.print(f"Versions: {describe_versions()}")
 
 
 _TITLES = {
@@ -86,8 +108,13 @@ def _counts(tokens: str) -> list[int]:
         raise ConfigurationError(f"--tokens {tokens}: expected whole numbers and commas, such as 1,4,16.") from error
 
 
-def _backends(names: list[str] | None, target: Target) -> list[GatherDequantBackend]:
-    names = names or [probe.name for probe in probe_backends(target) if probe.available]
+def _backends(names: list[str] | None, target: Target, prober: Prober) -> list[GatherDequantBackend]:
+    from hyv4_kvdequant.selector import get_backend
+
+    if names:
+        prober.check(dict.fromkeys(names, "--backend"), target)
+    else:
+        names = [probe.name for probe in prober.probe_all(target) if probe.available]
     if not names:
         raise ConfigurationError(f"No backend serves {target.device}; `hyv4-kvdequant list` shows why.")
     return [get_backend(name, target, "--backend") for name in names]
@@ -96,6 +123,10 @@ def _backends(names: list[str] | None, target: Target) -> list[GatherDequantBack
 def _measure(
     backends: list[GatherDequantBackend], shapes: list[GatherShape], device: torch.device, runs: int
 ) -> list[Measurement]:
+    from rich.progress import Progress
+
+    from hyv4_kvdequant.bench.gather import count_measurements, measure_gather
+
     measurements = []
     with Progress(console=err, transient=True) as progress:
         task = progress.add_task("measuring", total=count_measurements(backends, shapes, device))
@@ -106,6 +137,8 @@ def _measure(
 
 
 def _table(measurements: list[Measurement], title: str) -> Table:
+    from hyv4_kvdequant.bench.gather import FLOOR
+
     table = Table(title=title, title_justify="left")
     table.add_column("backend")
     for column in ("tokens", "median µs", "10-90 %", "GB/s", "of copy", "runs"):

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.progress import Progress
 from rich.table import Table
 
-from hyv4_kvdequant.bench.gather import FLOOR
-from hyv4_kvdequant.bench.prefill import BatchShape, Part, measure_step
+from hyv4_kvdequant.cli.backends import complete_backend, looking_at
 from hyv4_kvdequant.cli.console import (
+    DEFAULT_TIMEOUT,
     DeviceOption,
     JsonOption,
+    TimeoutOption,
     default_device,
     describe_run,
     device_name,
     err,
+    help_end,
     out,
     print_json,
 )
-from hyv4_kvdequant.contract import Target
-from hyv4_kvdequant.selector import choose_name
-from hyv4_kvdequant.settings import load_settings
-from hyv4_kvdequant.timing import RUNS
-from hyv4_kvdequant.versions import describe_versions
+from hyv4_kvdequant.defaults import BENCH_RUNS
+
+if TYPE_CHECKING:
+    import torch
+
+    from hyv4_kvdequant.bench.prefill import BatchShape, Part
+
+HELP_END = help_end(
+    "bench prefill",
+    "bench prefill --new-tokens 2048 --context 65536 --requests 4",
+    status="0 it was measured; 2 a backend, the device or an option cannot be used.",
+)
 
 
 def bench_prefill(
@@ -37,14 +44,31 @@ def bench_prefill(
     cache_slots: Annotated[int, typer.Option(help="Slots of the cache.")] = 2**20,
     heads: Annotated[int, typer.Option(help="Query heads, for the attention kernel.")] = 8,
     workspace_mb: Annotated[int, typer.Option(help="Bound of the workspace, MiB.")] = 1024,
-    backend: Annotated[str | None, typer.Option(help="Backend by name. Default: what would be chosen here.")] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="Backend by name. Default: what would be chosen here.", autocompletion=complete_backend),
+    ] = None,
     device: DeviceOption = None,
-    runs: Annotated[int, typer.Option(help="Runs of each measurement; fewer where they take over 3 seconds.")] = RUNS,
+    runs: Annotated[int, typer.Option(help="Runs of each measurement; fewer where they take over 3 seconds.")] = (
+        BENCH_RUNS
+    ),
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
     as_json: JsonOption = False,
 ) -> None:
     """Times one layer's intercept on a batch: the plan it chooses against the per-slot plan, attention apart."""
-    where = default_device(device)
-    name = backend or choose_name(load_settings(), Target.detect(where))[0]
+    with looking_at([backend] if backend else None, timeout) as prober:
+        from rich.progress import Progress
+
+        from hyv4_kvdequant.bench.prefill import BatchShape, measure_step
+        from hyv4_kvdequant.contract import Target
+        from hyv4_kvdequant.selector import choose_name
+        from hyv4_kvdequant.settings import load_settings
+        from hyv4_kvdequant.versions import describe_versions
+
+        where = default_device(device)
+        target = Target.detect(where)
+        name, origin = (backend, "--backend") if backend else choose_name(load_settings(), target)
+        prober.check({name: origin}, target)
     shape = BatchShape(new_tokens, context, requests, topk, cache_slots, heads, workspace_mb)
     parts = []
     with Progress(console=err, transient=True) as progress:
@@ -56,12 +80,14 @@ def bench_prefill(
         print_json(_as_dict(parts, name, shape, where))
         return
     out.print(_table(parts, f"one layer's step, backend {name}"))
-    out.print(f"Device: {device_name(where)}; {_describe(shape)}", highlight=False)
-    out.print(f"Versions: {describe_versions()}", highlight=False)
+    out.print(f"Device: {device_name(where)}; {_describe(shape)}")
+    out.print(f"Versions: {describe_versions()}")
 
 
 def _ratios(part: Part, parts: list[Part]) -> tuple[float | None, float]:
     """Against a copy of as many records, where the part moves records, and against the per-slot plan's time."""
+    from hyv4_kvdequant.bench.gather import FLOOR
+
     median = {one.name: one.timing.median_us for one in parts}
     floor = next(one for one in parts if one.name == FLOOR)
     same_rows = part.rows == floor.rows
@@ -69,6 +95,8 @@ def _ratios(part: Part, parts: list[Part]) -> tuple[float | None, float]:
 
 
 def _table(parts: list[Part], title: str) -> Table:
+    from hyv4_kvdequant.bench.gather import FLOOR
+
     table = Table(title=title, title_justify="left")
     table.add_column("part", no_wrap=True)
     for column in ("records", "median µs", "10-90 %", "of copy", "of per slot"):

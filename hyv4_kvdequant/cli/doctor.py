@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.table import Table
+from rich.text import Text
 
-from hyv4_kvdequant import selector
-from hyv4_kvdequant.cli.console import NOT_RIGHT, DeviceOption, JsonOption, default_device, err, out, print_json
-from hyv4_kvdequant.contract import KVDequantError, Target
-from hyv4_kvdequant.registry import find_registration
-from hyv4_kvdequant.settings import GATE, Settings, load_settings, variable_name
-from hyv4_kvdequant.versions import describe_versions, installed_versions
+from hyv4_kvdequant.cli.backends import looking_at
+from hyv4_kvdequant.cli.console import (
+    DEFAULT_TIMEOUT,
+    NOT_RIGHT,
+    DeviceOption,
+    JsonOption,
+    TimeoutOption,
+    default_device,
+    err,
+    help_end,
+    out,
+    print_block,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from hyv4_kvdequant.contract import Target
+    from hyv4_kvdequant.probe import Prober
+    from hyv4_kvdequant.settings import Settings
+
+HELP_END = help_end(
+    "doctor",
+    "VLLM_HCU_HYV4_FP8_KV_DEQUANT=1 hyv4-kvdequant doctor",
+    "doctor --device cpu --json",
+    status="0 a start-up would work; 1 it would fail; 2 the device cannot be used.",
+).replace("hyv4-kvdequant VLLM", "VLLM")
 
 PLUGIN_NAME = "hyv4_kvdequant"
 
@@ -29,8 +49,13 @@ class Diagnosis:
     notes: list[str] = field(default_factory=list)
 
 
-def diagnose(target: Target) -> Diagnosis:
+def diagnose(target: Target, prober: Prober) -> Diagnosis:
     """Does what a start-up would do, and collects what would stop it."""
+    from hyv4_kvdequant.contract import KVDequantError
+    from hyv4_kvdequant.registry import find_registration
+    from hyv4_kvdequant.selector import choose_name
+    from hyv4_kvdequant.settings import GATE, load_settings
+
     found = Diagnosis()
     try:
         found.settings = load_settings()
@@ -42,8 +67,8 @@ def diagnose(target: Target) -> Diagnosis:
     if not found.settings.enabled:
         found.notes.append(f"The gate is off: vLLM runs its own fp8 kernel. Set {GATE}=1 to switch the intercept on.")
     try:
-        name, origin = selector.choose_name(found.settings, target)
-        selector.get_backend(name, target, origin)
+        name, origin = choose_name(found.settings, target)
+        prober.get_backends({name: origin}, target)
         found.chosen = {"backend": name, "because": origin, "registered_by": str(find_registration(name, origin))}
     except KVDequantError as error:
         complaints.append(str(error))
@@ -62,10 +87,13 @@ def plugin_problems() -> list[str]:
     ]
 
 
-def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> None:
+def doctor(device: DeviceOption = None, timeout: TimeoutOption = DEFAULT_TIMEOUT, as_json: JsonOption = False) -> None:
     """What would be chosen here and now and why; exit status 1 when a start-up would fail."""
-    target = Target.detect(default_device(device))
-    found = diagnose(target)
+    with looking_at(None, timeout) as prober:
+        from hyv4_kvdequant.contract import Target
+
+        target = Target.detect(default_device(device))
+        found = diagnose(target, prober)
     if as_json:
         print_json(_as_dict(found, target))
     else:
@@ -75,13 +103,17 @@ def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> None:
 
 
 def _setting_rows(settings: Settings) -> list[dict[str, Any]]:
+    from hyv4_kvdequant.settings import variable_name
+
     return [
         {"variable": variable_name(field), "value": getattr(settings, field), "source": settings.source(field)}
-        for field in Settings.model_fields
+        for field in type(settings).model_fields
     ]
 
 
 def _as_dict(found: Diagnosis, target: Target) -> dict[str, Any]:
+    from hyv4_kvdequant.versions import installed_versions
+
     return {
         "ok": not found.problems,
         "device": str(target.device),
@@ -95,20 +127,25 @@ def _as_dict(found: Diagnosis, target: Target) -> dict[str, Any]:
 
 
 def _print(found: Diagnosis, target: Target) -> None:
+    from hyv4_kvdequant.selector import describe_target
+    from hyv4_kvdequant.versions import describe_versions
+
     if found.settings:
-        table = Table(title="Settings", title_justify="left")
-        for column in ("variable", "value", "from"):
-            table.add_column(column, overflow="fold")
-        for row in _setting_rows(found.settings):
-            table.add_row(row["variable"], str(row["value"]), row["source"])
-        out.print(table)
-    out.print(f"Versions: {describe_versions()}", highlight=False)
-    out.print(f"Device: {selector.describe_target(target)}", highlight=False)
+        print_block(Text("Settings", "bold"), [_setting(row) for row in _setting_rows(found.settings)])
+    out.print(f"Versions: {describe_versions()}")
+    out.print(f"Device: {describe_target(target)}")
     if found.chosen:
-        out.print(f"Backend: {found.chosen['registered_by']}, chosen by {found.chosen['because']}", highlight=False)
+        out.print(f"Backend: {found.chosen['registered_by']}, chosen by {found.chosen['because']}")
     for note in found.notes:
-        out.print(f"note: {note}", highlight=False, markup=False)
+        out.print(f"note: {note}")
     for problem in found.problems:
-        err.print(f"A start-up would fail:\n{problem}", highlight=False, markup=False)
+        err.print(f"A start-up would fail:\n{problem}")
     if not found.problems:
-        out.print("[green]A start-up would work.[/]")
+        out.print("A start-up would work.", style="green")
+
+
+def _setting(row: dict[str, Any]) -> str:
+    source = row["source"]
+    if source == f"the environment variable {row['variable']}":
+        source = "the environment"
+    return f"{row['variable']}: {row['value']} ({source})"

@@ -7,9 +7,14 @@ from typing import Annotated
 
 import typer
 
-from hyv4_kvdequant.cli.console import out
+from hyv4_kvdequant.cli.console import help_end, out
 from hyv4_kvdequant.registry import NAME_RULE
-from hyv4_kvdequant.scaffold import create_backend_project
+
+HELP_END = help_end(
+    "new-backend mychip",
+    "new-backend mychip --dir ~/src/mychip",
+    status="0 the project was written; 2 the name or the folder cannot be used, and nothing was left behind.",
+)
 
 
 def new_backend(
@@ -21,11 +26,13 @@ def new_backend(
     ] = None,
 ) -> None:
     """Writes a complete distribution with a backend that passes its contract tests as it is."""
+    from hyv4_kvdequant.scaffold import create_backend_project
+
     written = create_backend_project(name, folder)
     project = next(path for path in written if path.name == "pyproject.toml").parent
     for path in written:
-        out.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
-    out.print("Next steps:", highlight=False)
+        out.print(f"  {path}", soft_wrap=True)
+    out.print("Next steps:")
     for command in (f"cd {project}", "pip install -e .", f"hyv4-kvdequant verify {name}"):
-        out.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
-    out.print("README.md there says what comes after.", highlight=False)
+        out.print(f"  {command}", soft_wrap=True)
+    out.print("README.md there says what comes after.")

@@ -6,23 +6,41 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
-import torch
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from hyv4_kvdequant.cli.console import NOT_RIGHT, DeviceOption, JsonOption, default_device, out, print_json
-from hyv4_kvdequant.contract import GatherDequantBackend, InvalidCallError, Target
-from hyv4_kvdequant.gather import GatherResult, gather_dequantize
-from hyv4_kvdequant.probe import probe_backends
-from hyv4_kvdequant.reference import AttentionResult, sparse_attention
-from hyv4_kvdequant.selector import choose_name, get_backend
-from hyv4_kvdequant.settings import load_settings
-from hyv4_kvdequant.steps import Step, cache_on, load_step
-from hyv4_kvdequant.testing import expected_rows, rows_equal
+from hyv4_kvdequant.cli.backends import BackendsOption, looking_at
+from hyv4_kvdequant.cli.console import (
+    DEFAULT_TIMEOUT,
+    NOT_RIGHT,
+    DeviceOption,
+    JsonOption,
+    TimeoutOption,
+    default_device,
+    help_end,
+    out,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from hyv4_kvdequant.contract import GatherDequantBackend
+    from hyv4_kvdequant.gather import GatherResult
+    from hyv4_kvdequant.reference import AttentionResult
+    from hyv4_kvdequant.steps import Step
 
 T = TypeVar("T")
+
+HELP_END = help_end(
+    "run tests/data/hyv4_step.safetensors --all",
+    "run STEP.safetensors --backend torch --device cpu",
+    "run STEP.safetensors --backend triton --backend mychip --json",
+    status="0 every result is right; 1 one is not; 2 the step file, a backend or the device cannot be used.",
+)
 
 OUTPUT_TOLERANCE = 2e-3  # relative Frobenius error; bf16 itself allows about 2e-3
 LSE_TOLERANCE = 1e-3  # absolute
@@ -52,22 +70,33 @@ class RunReport:
 
 def run(
     step_file: Annotated[Path, typer.Argument(metavar="STEP.safetensors", help="A recorded step.")],
-    backend: Annotated[
-        list[str] | None, typer.Option(help="Backend by name; repeat for several. Default: what the settings choose.")
-    ] = None,
+    *,
+    backend: BackendsOption = None,
     all_backends: Annotated[bool, typer.Option("--all", help="Every backend available on the device.")] = False,
     device: DeviceOption = None,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
     as_json: JsonOption = False,
 ) -> None:
-    """Gathers, dequantizes and attends over a step; exit status 1 when a result is not what the file holds."""
-    step = load_step(step_file)
-    target = Target.detect(default_device(device), step.layout, block_size=step.kv_cache.shape[1])
-    probes = probe_backends(target) if all_backends else []
-    origin = "the command line"
-    names = [probe.name for probe in probes if probe.available] if all_backends else backend
-    if not names:
-        name, origin = choose_name(load_settings(), target)
-        names = [name]
+    """Gathers, dequantizes and attends over a step; exit status 1 when a result is not what the file holds.
+
+    Without --backend or --all it runs the backend that the settings choose.
+    """
+    with looking_at(None if all_backends else backend, timeout) as prober:
+        from hyv4_kvdequant.contract import Target
+        from hyv4_kvdequant.selector import choose_name, get_backend
+        from hyv4_kvdequant.settings import load_settings
+        from hyv4_kvdequant.steps import load_step
+
+        step = load_step(step_file)
+        target = Target.detect(default_device(device), step.layout, block_size=step.kv_cache.shape[1])
+        probes = prober.probe_all(target) if all_backends else []
+        origin = "the command line"
+        names = [probe.name for probe in probes if probe.available] if all_backends else backend
+        if not names:
+            name, origin = choose_name(load_settings(), target)
+            names = [name]
+        if not probes:
+            prober.check(dict.fromkeys(names, origin), target)
     reports = [run_step(step, get_backend(name, target, origin), target.device) for name in names]
     if as_json:
         print_json({"step": str(step_file), "device": str(target.device), "runs": [_as_dict(r) for r in reports]})
@@ -75,13 +104,18 @@ def run(
         out.print(_table(reports, f"{step_file.name} on {target.device}"))
         for probe in probes:
             if not probe.available:
-                out.print(f"not run: {probe.name}: {probe.problem or ' '.join(probe.reasons)}", markup=False)
+                out.print(f"not run: {probe.name}: {probe.problem or ' '.join(probe.reasons)}")
     if not all(report.ok for report in reports):
         raise typer.Exit(NOT_RIGHT)
 
 
 def run_step(step: Step, backend: GatherDequantBackend, device: torch.device) -> RunReport:
     """The main job on one step with one backend. Times are of one call after a first that compiles."""
+    from hyv4_kvdequant.contract import InvalidCallError
+    from hyv4_kvdequant.gather import gather_dequantize
+    from hyv4_kvdequant.reference import sparse_attention
+    from hyv4_kvdequant.steps import cache_on
+
     kv_cache, slots = cache_on(step, device), step.topk_indices.to(device)
 
     def gather() -> GatherResult:
@@ -116,10 +150,16 @@ def _timed(function: Callable[[], T], device: torch.device) -> tuple[T, float]:
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)
 
 
 def _compare_rows(report: RunReport, step: Step, result: GatherResult) -> None:
+    import torch
+
+    from hyv4_kvdequant.testing import expected_rows, rows_equal
+
     layout, slots = step.layout, step.topk_indices
     num_slots = step.kv_cache.shape[0] * step.kv_cache.shape[1]
     filled = (slots >= 0) & (slots < num_slots)
@@ -137,6 +177,8 @@ def _compare_rows(report: RunReport, step: Step, result: GatherResult) -> None:
 
 
 def _compare_attention(report: RunReport, step: Step, attention: AttentionResult) -> None:
+    import torch
+
     for kernel in ("fp8", "bf16"):
         if f"{kernel}_out" in step.tensors:
             recorded = step.tensors[f"{kernel}_out"].double()
@@ -159,7 +201,7 @@ def _table(reports: list[RunReport], title: str) -> Table:
     for report in reports:
         table.add_column(report.backend, justify="right")
 
-    def add(label: str, show: Callable[[RunReport], str]) -> None:
+    def add(label: str, show: Callable[[RunReport], str | Text]) -> None:
         table.add_row(label, *map(show, reports))
 
     add("gather + dequantize, ms", lambda report: f"{report.gather_ms:.2f}")
@@ -170,5 +212,5 @@ def _table(reports: list[RunReport], title: str) -> Table:
     for name in reports[0].errors:
         kind = "absolute" if name.endswith("lse") else "relative"
         add(f"{kind} error against {name}", lambda report, name=name: f"{report.errors[name]:.1e}")  # type: ignore[misc]
-    add("verdict", lambda report: "[green]right[/]" if report.ok else "[red]wrong[/]")
+    add("verdict", lambda report: Text("right", "green") if report.ok else Text("wrong", "red"))
     return table

@@ -4,24 +4,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from hyv4_kvdequant.cli.console import NOT_RIGHT, DeviceOption, JsonOption, default_device, err, out, print_json
-from hyv4_kvdequant.contract import FP8_DS_MLA, Target
-from hyv4_kvdequant.selector import get_backend
-from hyv4_kvdequant.steps import Step, cache_on, load_step, save_step
-from hyv4_kvdequant.testing import CASE_CLAUSES, Case, CheckResult, run_checks
+from hyv4_kvdequant.cli.backends import complete_backend, looking_at
+from hyv4_kvdequant.cli.console import (
+    DEFAULT_TIMEOUT,
+    NOT_RIGHT,
+    DeviceOption,
+    JsonOption,
+    TimeoutOption,
+    default_device,
+    err,
+    help_end,
+    out,
+    print_json,
+)
+from hyv4_kvdequant.registry import find_registration
+
+if TYPE_CHECKING:
+    import torch
+
+    from hyv4_kvdequant.testing import Case, CheckResult
+
+HELP_END = help_end(
+    "verify torch",
+    "verify mychip --device cuda --seed 3",
+    "verify mychip --step hyv4-kvdequant-failures/FILE.safetensors",
+    status="0 no clause is broken; 1 one is; 2 the backend, the device or the step file cannot be used.",
+)
 
 _SHOWN_FAILURES = 3
 _LARGEST_SAVED_BYTES = 2**28
 
 
 def verify(
-    name: Annotated[str, typer.Argument(help="The backend's registered name.")],
+    name: Annotated[str, typer.Argument(help="The backend's registered name.", autocompletion=complete_backend)],
     *,
     device: DeviceOption = None,
     seed: Annotated[int, typer.Option(help="Seed of every input; a failure is repeated with the same seed.")] = 0,
@@ -34,14 +55,21 @@ def verify(
     save_dir: Annotated[
         Path, typer.Option(help="Where failing inputs are saved as step files, made when first needed.")
     ] = Path("hyv4-kvdequant-failures"),
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
     as_json: JsonOption = False,
 ) -> None:
     """Runs every clause of the contract; exit status 1 when one does not hold."""
-    chosen = default_device(device)
-    cases = None if step is None else [_case_of(step, chosen)]
-    layout = cases[0].layout if cases else FP8_DS_MLA
-    backend = get_backend(name, Target.detect(chosen, layout), "the argument NAME")
-    with err.status(f"verifying {name} on {chosen}, seed {seed}"):
+    origin = "the argument NAME"
+    find_registration(name, origin)
+    with looking_at([name], timeout) as prober:
+        from hyv4_kvdequant.contract import FP8_DS_MLA, Target
+        from hyv4_kvdequant.testing import run_checks
+
+        chosen = default_device(device)
+        cases = None if step is None else [_case_of(step, chosen)]
+        layout = cases[0].layout if cases else FP8_DS_MLA
+        backend = prober.get_backends({name: origin}, Target.detect(chosen, layout))[name]
+    with err.status(Text(f"verifying {name} on {chosen}, seed {seed}")):
         results = list(run_checks(backend, chosen, seed, clauses=clause or None, cases=cases, layout=layout))
     report = Report(name, str(chosen), seed, step, results, {})
     if step is None:
@@ -71,12 +99,17 @@ class Report:
 
 
 def _case_of(path: Path, device: torch.device) -> Case:
+    from hyv4_kvdequant.steps import cache_on, load_step
+    from hyv4_kvdequant.testing import Case
+
     step = load_step(path)
     return Case(path.stem, cache_on(step, device), step.topk_indices.to(device), step.tokens_per_request, step.layout)
 
 
 def _save_failing(report: Report, folder: Path) -> dict[str, Path]:
     """Saves the first failing input of each clause, unless its cache is too large for a file."""
+    from hyv4_kvdequant.steps import Step, save_step
+
     saved = {}
     for result in report.results:
         case = result.failing_case
@@ -91,6 +124,8 @@ def _save_failing(report: Report, folder: Path) -> dict[str, Path]:
 
 
 def _how_to_repeat(report: Report, result: CheckResult) -> str:
+    from hyv4_kvdequant.testing import CASE_CLAUSES
+
     command = f"hyv4-kvdequant verify {report.backend} --device {report.device}"
     if result.clause in report.saved and result.clause in [clause.name for clause in CASE_CLAUSES]:
         return f"input saved; replay it with: {command} --step {report.saved[result.clause]}"
@@ -118,17 +153,17 @@ def _print(report: Report) -> None:
     table.add_column("result")
     table.add_column("inputs", justify="right")
     for result in report.results:
-        mark = "[green]holds[/]" if result.passed else "[red]broken[/]" if result.failures else "not run"
+        mark = Text("holds", "green") if result.passed else Text("broken", "red") if result.failures else "not run"
         table.add_row(result.title, mark, str(result.cases) if result.cases else "")
     out.print(table)
     for case, problem in dict.fromkeys(one for result in report.results for one in result.refused):
-        out.print(f"not served by this backend: {case} {problem}", highlight=False, markup=False)
+        out.print(f"not served by this backend: {case} {problem}")
     for result in report.results:
         if result.not_run:
-            out.print(f"not run: {result.clause}: {result.not_run}", highlight=False, markup=False)
+            out.print(f"not run: {result.clause}: {result.not_run}")
         for failure in result.failures[:_SHOWN_FAILURES]:
-            out.print(f"{result.clause}: {failure.case}: {failure.problem}", highlight=False, markup=False)
+            out.print(f"{result.clause}: {failure.case}: {failure.problem}")
         if len(result.failures) > _SHOWN_FAILURES:
-            out.print(f"{result.clause}: {len(result.failures) - _SHOWN_FAILURES} more inputs fail", highlight=False)
+            out.print(f"{result.clause}: {len(result.failures) - _SHOWN_FAILURES} more inputs fail")
         if result.failures and report.step is None:
-            out.print(f"  {_how_to_repeat(report, result)}", highlight=False, markup=False, soft_wrap=True)
+            out.print(f"  {_how_to_repeat(report, result)}", soft_wrap=True)

@@ -19,6 +19,7 @@ from hyv4_kvdequant.memory import outside_memory_pools
 from hyv4_kvdequant.plans.choice import BatchSizes, Segment, choose_segments
 from hyv4_kvdequant.plans.chunks import chunk_bounds, plan_workspace, sparse_wave
 from hyv4_kvdequant.plans.remap import ContextTables, build_tables, remap_slots
+from hyv4_kvdequant.probe import load_for_start_up
 from hyv4_kvdequant.registry import describe
 from hyv4_kvdequant.selector import choose_name, describe_target, get_backend
 from hyv4_kvdequant.settings import Settings, variable_name
@@ -113,6 +114,7 @@ class Intercept:
         self.settings, self.facts = settings, facts
         self.target = Target.detect(facts.device, facts.layout, block_size=facts.block_size, topk=facts.topk)
         name, origin = choose_name(settings, self.target)
+        load_for_start_up({name: origin})
         # What a backend keeps for good may not lie where a host takes memory away while it sleeps.
         self.backend = outside_memory_pools(facts.device, lambda: get_backend(name, self.target, origin))
         self.monitor, self.shadow = make_monitor(

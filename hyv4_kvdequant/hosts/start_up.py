@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 
 from hyv4_kvdequant.hosts import vllm_hcu, vllm_mainline
-from hyv4_kvdequant.registry import load_backend
+from hyv4_kvdequant.probe import load_for_start_up
 from hyv4_kvdequant.settings import load_settings, variable_names
 
 
@@ -18,10 +18,8 @@ def start_up() -> None:
     _make_known_to_vllm()
     if not settings.enabled:
         return
-    for field in ("backend", "shadow"):
-        name = getattr(settings, field)
-        if name is not None:
-            load_backend(name, settings.source(field))
+    named = {name: field for field in ("shadow", "backend") if (name := getattr(settings, field)) is not None}
+    load_for_start_up({name: settings.source(field) for name, field in named.items()})
     _log_through_vllm()
     vllm_mainline.install()
     vllm_hcu.install()

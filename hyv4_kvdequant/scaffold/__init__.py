@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shutil
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -33,7 +37,8 @@ def create_backend_project(name: str, folder: Path | None = None) -> list[Path]:
         The files written.
 
     Raises:
-        ConfigurationError: the name breaks the rule or is taken, or the folder exists or cannot be made.
+        ConfigurationError: the name breaks the rule or is taken, or the folder exists or cannot be written; then
+            nothing is left behind.
     """
     check_name(name, "the argument NAME")
     taken = registered_backends().get(name)
@@ -46,14 +51,39 @@ def create_backend_project(name: str, folder: Path | None = None) -> list[Path]:
     words = _words(name)
     folder = folder or Path(words["distribution"])
     try:
-        folder.mkdir(parents=True)
+        with _all_or_nothing(folder):
+            folder.mkdir(parents=True)
+            return [_write(folder, path, template, words) for path, template in _FILES.items()]
     except FileExistsError:
         raise ConfigurationError(
             f"{folder} exists; nothing was written. What to do: name a folder that does not, with --dir."
         ) from None
     except OSError as error:
-        raise ConfigurationError(f"{folder} cannot be made: {error}. What to do: name another, with --dir.") from error
-    return [_write(folder, path, template, words) for path, template in _FILES.items()]
+        raise ConfigurationError(
+            f"{folder} cannot be made: {error}. Nothing was left behind. What to do: name another folder, with --dir, "
+            "or choose a shorter name."
+        ) from error
+
+
+@contextlib.contextmanager
+def _all_or_nothing(folder: Path) -> Iterator[None]:
+    """Takes away the folder, and the parents made for it, when what is done inside does not end well."""
+    existed = _exists(folder)
+    made = [parent for parent in folder.parents if not _exists(parent)]
+    try:
+        yield
+    except BaseException:
+        if not existed:
+            shutil.rmtree(folder, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()  # unless somebody has put something there
+        raise
+
+
+def _exists(path: Path) -> bool:
+    # Not Path.exists: it follows a dangling link, and raises for a name that the file system does not take.
+    return os.path.lexists(path)
 
 
 def _words(name: str) -> dict[str, str]:

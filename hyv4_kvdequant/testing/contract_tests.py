@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from hyv4_kvdequant.contract import GatherDequantBackend, Target
 from hyv4_kvdequant.registry import load_backend
+from hyv4_kvdequant.selector import ask_reasons, construct
 from hyv4_kvdequant.testing.checks import CASE_CLAUSES, CLAUSES, CheckResult, run_checks
 
 _MOST_SHOWN = 5
@@ -33,9 +34,9 @@ class ContractTests:
         """The instance under test; override it to pass arguments of your own."""
         backend_class = load_backend(cls.backend) if isinstance(cls.backend, str) else cls.backend
         target = Target.detect(cls.device)
-        reasons = backend_class.unavailable_reasons(target)
+        reasons = ask_reasons(backend_class, target)
         assert not reasons, f"{backend_class.name} is unavailable on {cls.device}: {reasons}"
-        return backend_class(target)
+        return construct(backend_class, target)
 
     @classmethod
     def result_of(cls, clause: str) -> CheckResult:
