@@ -127,7 +127,7 @@ class _Bench:
         self.intercept = Intercept(settings, facts)
         rows = shape.num_blocks * _BLOCK_SIZE
         sizes = BatchSizes((shape.new_tokens,) * shape.requests, (rows,) * shape.requests)
-        self.batch = Batch(sizes, self.block_table, _BLOCK_SIZE, 1)
+        self.batch = Batch(sizes, self.block_table, _BLOCK_SIZE, _BLOCK_SIZE)
         self.memory = torch.empty(self.intercept.workspace_bytes, dtype=torch.uint8, device=device)
         self.rows, self.row_indices = self._context_buffers(shape, device)
         self.chosen = self._choice()
@@ -174,7 +174,7 @@ class _Bench:
     def remap(self) -> None:
         """The context plan's remap of all tokens."""
         tables = self.intercept.tables(self._call(self), self._segment)
-        remap_slots(self.slots, tables.row_of_page, torch.empty_like(self.slots))
+        remap_slots(self.slots, tables, torch.empty_like(self.slots), self.intercept.lost_counter("bench"))
 
 
 def _select(shape: BatchShape, table: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

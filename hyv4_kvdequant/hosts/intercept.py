@@ -12,13 +12,14 @@ import torch
 
 from hyv4_kvdequant.ab.shadow import make_monitor
 from hyv4_kvdequant.ab.trace import Recorder, make_recorder
-from hyv4_kvdequant.contract import FP8_DS_MLA, ConfigurationError, GatherCall, RecordLayout, Target
+from hyv4_kvdequant.contract import FP8_DS_MLA, ConfigurationError, GatherCall, InvalidCallError, RecordLayout, Target
 from hyv4_kvdequant.gather import run_call
 from hyv4_kvdequant.hosts.workspace import Workspace
 from hyv4_kvdequant.memory import outside_memory_pools
 from hyv4_kvdequant.plans.choice import BatchSizes, Segment, choose_segments
 from hyv4_kvdequant.plans.chunks import chunk_bounds, plan_workspace, sparse_wave
-from hyv4_kvdequant.plans.remap import ContextTables, build_tables, remap_slots
+from hyv4_kvdequant.plans.remap import BlockNumbering, ContextTables, build_tables, remap_slots
+from hyv4_kvdequant.plans.step_state import StepKey, StepState
 from hyv4_kvdequant.probe import load_for_start_up
 from hyv4_kvdequant.registry import describe
 from hyv4_kvdequant.selector import choose_name, describe_target, get_backend
@@ -67,13 +68,37 @@ class Batch:
         sizes: query and context lengths.
         block_table: (num_requests, max_blocks) int32 on the device.
         block_rows: slots in a block.
-        block_pages: pages from one block's start to the next one's.
+        block_stride_rows: records from one block's start to the next one's in memory; None where it is no whole number.
     """
 
     sizes: BatchSizes
     block_table: torch.Tensor
     block_rows: int
-    block_pages: int
+    block_stride_rows: int | None
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether sizes and block table are those of a batch of `num_tokens` tokens."""
+        requests = len(self.sizes.query_lens)
+        most = self.block_table.shape[1] * self.block_rows if self.block_table.dim() == 2 else -1
+        return (
+            sum(self.sizes.query_lens) == num_tokens
+            and len(self.sizes.context_rows) == requests <= self.block_table.shape[0]
+            and all(0 <= rows <= most and rows % self.block_rows == 0 for rows in self.sizes.context_rows)
+        )
+
+    def numbering(self, kv_cache: torch.Tensor) -> BlockNumbering | None:
+        """How a call on this cache numbers the slots of blocks, or None where that cannot be told.
+
+        A host hands over its blocks as they are, and a slot's number counts them without gaps; or it hands over all
+        memory between the first block and the last as one run of pages, in which gaps are numbered too.
+        """
+        pages, page_slots, row_bytes = kv_cache.shape
+        if page_slots == self.block_rows:
+            return BlockNumbering(self.block_rows, self.block_rows, pages * page_slots)
+        in_one_run = pages == 1 or kv_cache.stride(0) == page_slots * row_bytes
+        if not in_one_run or self.block_stride_rows is None or self.block_stride_rows < self.block_rows:
+            return None
+        return BlockNumbering(self.block_rows, self.block_stride_rows, pages * page_slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,12 +154,8 @@ class Intercept:
         self.workspace = Workspace(self.plan.rows, copies, facts.layout)
         self.plans_taken: Counter[str] = Counter()
         self._mapping: torch.Tensor | None = None
-        # The step objects themselves, not their ids, which a later step's object may be given again.
-        self._mapping_step: Any = None
-        self._tables_step: Any = None
-        self._segments_step: Any = None
-        self._step_segments: list[Segment] = []
-        self._tables: dict[Segment, ContextTables] = {}
+        self._state = StepState()
+        self._block_sizes = {facts.block_size}
         self._check_memory()
         self._log_choice(origin)
 
@@ -199,58 +220,89 @@ class Intercept:
             Output and LSE of all tokens, as `attention` returns them for a chunk.
         """
         call = replace(call, kv_cache=validate_cache(call.kv_cache, self.facts.layout))
-        work = _Work(self, call, attention, scratch(self.workspace_bytes), self._may_reuse(call))
-        for segment in self._segments(call):
+        self._check_call(call)
+        segments = self._segments(call)
+        work = _Work(self, call, attention, scratch(self.workspace_bytes), self._may_reuse(call, segments))
+        for segment in segments:
             self.plans_taken[segment.plan] += 1
             work.attend_segment(segment)
         return work.result()
+
+    def _check_call(self, call: AttentionCall) -> None:
+        """Raises InvalidCallError where a call is not what the intercept was built for."""
+        slots, query = call.topk_indices, call.query
+        if slots.dtype != torch.int32 or slots.dim() != 2 or slots.shape[0] != query.shape[0]:
+            raise InvalidCallError(
+                f"topk_indices of layer {call.layer} is {slots.dtype} of shape {tuple(slots.shape)}; expected int32, "
+                f"({query.shape[0]}, topk), a row for each of the {query.shape[0]} query tokens."
+            )
+        if slots.shape[1] > self.facts.topk:
+            raise InvalidCallError(
+                f"topk_indices of layer {call.layer} has {slots.shape[1]} entries a token, but the workspace was "
+                f"reserved for {self.facts.topk}, the width of topk_indices_buffer when the layers were built. "
+                "What to do: build every layer with a buffer as wide as the widest selection."
+            )
+        self._check_block_size(call.kv_cache.shape[1])
+
+    def _check_block_size(self, block_size: int) -> None:
+        if block_size in self._block_sizes:
+            return
+        reasons = type(self.backend).unavailable_reasons(replace(self.target, block_size=block_size))
+        if reasons:
+            raise InvalidCallError(
+                f"kv_cache has pages of {block_size} slots, {self.facts.block_size} were announced when the layers "
+                f"were built, and the backend {self.backend.name} cannot serve the former: {' '.join(reasons)}"
+            )
+        self._block_sizes.add(block_size)
 
     def _segments(self, call: AttentionCall) -> list[Segment]:
         num_tokens = call.query.shape[0]
         everything = [Segment("slot", 0, 1, 0, num_tokens)]
         batch = call.batch
         # A captured graph is replayed on batches whose contexts nobody knows yet.
-        if batch is None or sum(batch.sizes.query_lens) != num_tokens or _capturing(call.query):
+        if batch is None or _capturing(call.query) or not batch.fits(num_tokens):
             return everything
-        if call.step is None or self._segments_step is not call.step:
-            chosen = choose_segments(batch.sizes, self.facts.topk, self.plan.rows, self.facts.layout)
-            # One segment with the per-slot plan keeps the batch's request width and needs no split.
-            self._step_segments = everything if chosen[0].plan == "slot" and len(chosen) == 1 else chosen
-            self._segments_step = call.step
-            logger.debug("%s and the layers after it: %s", call.layer, self._step_segments)
-        return self._step_segments
+        if batch.numbering(call.kv_cache) is None:
+            return everything
+        self._state.enter(call.step, StepKey.of(batch.sizes, batch.block_table))
+        return self._state.segments_of(lambda: self._choose(call, batch, everything))
 
-    def _may_reuse(self, call: AttentionCall) -> bool:
-        """Whether `_mapping` holds this step's mapping; afterwards it does, whoever made it."""
+    def _choose(self, call: AttentionCall, batch: Batch, everything: list[Segment]) -> list[Segment]:
+        chosen = choose_segments(batch.sizes, call.topk_indices.shape[1], self.plan.rows, self.facts.layout)
+        logger.debug("%s and the layers after it: %s", call.layer, chosen)
+        # One segment with the per-slot plan keeps the batch's request width and needs no split.
+        return everything if chosen[0].plan == "slot" and len(chosen) == 1 else chosen
+
+    def _may_reuse(self, call: AttentionCall, segments: list[Segment]) -> bool:
+        """Whether `_mapping` holds this layer's mapping; afterwards it does, whoever made it."""
         if self._mapping is None or call.step is None:
             return False
-        same = call.shares_indices and self._mapping_step is call.step
-        self._mapping_step = call.step
-        return same
+        numbering = None if call.batch is None else call.batch.numbering(call.kv_cache)
+        return self._state.may_reuse_mapping(call.step, numbering, segments, shares_indices=call.shares_indices)
 
-    def mapping_rows(self, start: int, stop: int) -> torch.Tensor | None:
-        """The kept mapping of tokens [start, stop), or None where none is kept."""
-        if self._mapping is None or stop > self._mapping.shape[0]:
+    def mapping_rows(self, start: int, stop: int, topk: int) -> torch.Tensor | None:
+        """The kept mapping of tokens [start, stop), or None where none of this width is kept."""
+        if self._mapping is None or stop > self._mapping.shape[0] or topk != self._mapping.shape[1]:
             return None
         return self._mapping[start:stop]
 
     def tables(self, call: AttentionCall, segment: Segment) -> ContextTables:
-        """The context tables of a segment; made by a step's first layer, used by all."""
+        """The context tables of a segment; made by the first layer of a step with such a cache, used by all of them."""
         batch = call.batch
         assert batch is not None
-        if call.step is None or self._tables_step is not call.step:
-            self._tables = {}
-            self._tables_step = call.step
-        if segment not in self._tables:
-            rows = batch.sizes.context_rows[segment.first : segment.last]
-            self._tables[segment] = build_tables(
+        numbering = batch.numbering(call.kv_cache)
+        assert numbering is not None
+        self._state.enter(call.step, StepKey.of(batch.sizes, batch.block_table))
+        rows = batch.sizes.context_rows[segment.first : segment.last]
+        return self._state.tables_of(
+            segment,
+            numbering,
+            lambda: build_tables(
                 batch.block_table[segment.first : segment.last],
                 [count // batch.block_rows for count in rows],
-                cache_pages=call.kv_cache.shape[0],
-                pages_per_block=batch.block_rows // call.kv_cache.shape[1],
-                page_stride=batch.block_pages,
-            )
-        return self._tables[segment]
+                numbering,
+            ),
+        )
 
 
 class _Work:
@@ -281,7 +333,7 @@ class _Work:
             start, stop = segment.start + first, segment.start + last
             slots = call.topk_indices[start:stop].contiguous()
             kv, indices = self.buffers[0].views(slots.shape)
-            kept = intercept.mapping_rows(start, stop)
+            kept = intercept.mapping_rows(start, stop, slots.shape[1])
             gather = GatherCall(
                 call.kv_cache,
                 slots,
@@ -307,8 +359,9 @@ class _Work:
 
     def _remap_bounds(self, segment: Segment, tables: ContextTables) -> list[tuple[int, int]]:
         """Tokens that are remapped at once: all of them where memory is left beside the context's rows."""
-        kept = self.intercept.mapping_rows(segment.start, segment.stop) is not None
-        held = self.buffers[0].spare_indices(tables.slots.numel()).numel() // self.intercept.facts.topk
+        topk = self.call.topk_indices.shape[1]
+        kept = self.intercept.mapping_rows(segment.start, segment.stop, topk) is not None
+        held = self.buffers[0].spare_indices(tables.slots.numel()).numel() // max(topk, 1)
         tokens = segment.stop - segment.start
         if kept or held >= tokens:
             return [(segment.start, segment.stop)]
@@ -318,7 +371,7 @@ class _Work:
     def _remap(self, tables: ContextTables, start: int, stop: int) -> torch.Tensor:
         """(stop - start, topk) int32: the rows of the slots that tokens [start, stop) selected."""
         slots = self.call.topk_indices[start:stop].contiguous()
-        indices = self.intercept.mapping_rows(start, stop)
+        indices = self.intercept.mapping_rows(start, stop, slots.shape[1])
         if indices is not None and self.reuse:
             return indices
         if indices is None:
@@ -326,7 +379,7 @@ class _Work:
             # Without spare memory: the gather's own row numbers have served, their place is free now.
             memory = spare if spare.numel() >= slots.numel() else self.buffers[0].indices
             indices = memory[: slots.numel()].view(slots.shape)
-        remap_slots(slots, tables.row_of_page, indices)
+        remap_slots(slots, tables, indices, self.intercept.lost_counter(self.call.layer))
         return indices
 
     def _gather(self, gather: GatherCall, query: torch.Tensor | None) -> None:

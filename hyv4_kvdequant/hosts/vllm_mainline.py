@@ -37,7 +37,7 @@ ATTENTION_MODULE = "vllm.models.hy_v4.nvidia.attention"
 ATTENTION_CLASS = "HYV4MLAAttention"
 
 NOPE_DIM = 512  # values of an output row, the fp8 kernel's head_dim_v
-PAGE_SIZE = 64  # slots; the fp8 kernel is always given pages of 64
+PAGE_SIZE = 64  # slots; what the fp8 kernel is given, so what backends are asked for. A call's own pages decide.
 SERVED_CACHE_DTYPES = ("fp8_ds_mla", "fp8")  # the second is vLLM's alias, until it makes it the first
 
 _STATE = "_hyv4_kvdequant_layer"
@@ -270,8 +270,8 @@ def batch_of(impl: Any, metadata: Any, kv_cache: torch.Tensor) -> Batch | None:
     most = metadata.block_table.shape[1]
     blocks = [min(most, -(-(-(-length // (ranks * interleave)) * interleave) // block_rows)) for length in context_lens]
     sizes = BatchSizes(tuple(query_lens), tuple(count * block_rows for count in blocks))
-    block_pages = kv_cache.stride(0) // (PAGE_SIZE * kv_cache.shape[-1]) if block_rows > PAGE_SIZE else 1
-    return Batch(sizes, metadata.block_table, block_rows, block_pages)
+    stride_rows, odd_bytes = divmod(kv_cache.stride(0), kv_cache.shape[-1])
+    return Batch(sizes, metadata.block_table, block_rows, None if odd_bytes else stride_rows)
 
 
 # --- serving ---

@@ -49,7 +49,7 @@ def make_call(seed: int, lens: list[tuple[int, int]], *, shared_prefix: int = 0,
     slots = torch.from_numpy(np.concatenate(rows).astype(np.int32))
     query = torch.from_numpy(rng.normal(size=(len(slots), HEADS, 576)).astype(np.float32)).bfloat16()
     sizes = BatchSizes(tuple(q for q, _ in lens), tuple(-(-context // 64) * 64 for _, context in lens))
-    batch = Batch(sizes, table, block_rows=64, block_pages=1)
+    batch = Batch(sizes, table, block_rows=64, block_stride_rows=64)
     return AttentionCall(query, cache, slots, 1, "layer", step=_Step(), batch=batch)
 
 
@@ -129,9 +129,9 @@ def test_layers_that_share_an_indexer_reuse_the_mapping_and_no_others(
     remapped: list[int] = []
     real = intercept_module.remap_slots
 
-    def counting(slots: torch.Tensor, row_of_page: torch.Tensor, out: torch.Tensor) -> None:
+    def counting(slots: torch.Tensor, *others: Any) -> None:
         remapped.append(len(slots))
-        real(slots, row_of_page, out)
+        real(slots, *others)
 
     monkeypatch.setattr(intercept_module, "remap_slots", counting)
     intercept = make_intercept()

@@ -122,8 +122,10 @@ def _compile_core(gpu: GPUTarget) -> dict[str, Compiled]:
     call = _call(1)
     counters = torch.zeros(16, dtype=torch.int64)
     compare_triton.compare_triton(call, call.compact_kv, call.compact_indices, counters)
-    pages = torch.empty(2, dtype=torch.int32)
-    remap_triton.remap_slots_triton(call.topk_indices, pages, call.compact_indices)
+    blocks, lost = torch.empty(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    remap_triton.remap_slots_triton(
+        call.topk_indices, blocks, call.compact_indices, lost, num_slots=128, block_slots=64, block_stride=64
+    )
     return compiled
 
 
