@@ -1,7 +1,8 @@
 """The command line `hyv4-kvdequant`.
 
 Exit status: 0 when all is well; 1 when something was checked and is not right (a broken clause, a mismatch, a
-start-up that would fail); 2 when the command could not be carried out (bad arguments, an unusable file or backend).
+start-up that would fail); 2 when the command could not be carried out (bad arguments, an unusable file or backend); 3
+when `ab report` has nothing that proves agreement and nothing that disproves it.
 """
 
 from __future__ import annotations
