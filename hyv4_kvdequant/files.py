@@ -72,6 +72,11 @@ def file_part(text: str, longest: int = 64) -> str:
     return f"{plain[: longest - 9]}-{digest}"
 
 
+def encodable(text: str) -> str:
+    """`text` as a file or a log can hold it: half a surrogate pair, which is no character, is written out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def unique_name() -> str:
     """A name that nobody else gives, here or elsewhere, now or later: this process's id and eight random digits."""
     return f"{os.getpid()}-{secrets.token_hex(4)}"

@@ -19,7 +19,7 @@ from hyv4_kvdequant.ab.counters import COLUMN, LayerCounters, fresh_row, read_ro
 from hyv4_kvdequant.ab.metrics import Metrics
 from hyv4_kvdequant.ab.report import Report, begin_report, report_path, write_report
 from hyv4_kvdequant.contract import ConfigurationError
-from hyv4_kvdequant.files import make_folder, process_name
+from hyv4_kvdequant.files import encodable, make_folder, process_name
 from hyv4_kvdequant.memory import outside_memory_pools
 from hyv4_kvdequant.registry import describe
 from hyv4_kvdequant.settings import Settings, variable_name
@@ -173,12 +173,12 @@ class Monitor:
     def snapshot(self) -> dict[str, LayerCounters]:
         """Counters of every layer as last read."""
         rows = self._seen.tolist()
-        return {_plain(name): read_row(rows[index]) for name, index in list(self.layers.items())}
+        return {encodable(name): read_row(rows[index]) for name, index in list(self.layers.items())}
 
     def _report(self, *, finished: bool, number: int) -> Report:
         shadow = self.shadow
         return Report(
-            run_id=_plain(self.run_id),
+            run_id=encodable(self.run_id),
             rank=self.rank,
             updated=time.time(),
             finished=finished,
@@ -187,7 +187,7 @@ class Monitor:
             device=str(self._device),
             every=shadow.every if shadow else 1,
             captured=dict(shadow.captured) if shadow else {},
-            errors=[_plain(error) for error in shadow.errors] if shadow else [],
+            errors=[encodable(error) for error in shadow.errors] if shadow else [],
             layers=self.snapshot(),
             world_size=self.world_size,
             process=process_name(),
@@ -275,8 +275,3 @@ class Monitor:
             )
         if every.lost_entries:
             logger.error("Attention lost rows, rank %d: %d filled entries in all", self.rank, every.lost_entries)
-
-
-def _plain(text: str) -> str:
-    """`text` as a JSON file can hold it; half a surrogate pair is written out."""
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -245,7 +245,8 @@ def read_reports(folder: Path) -> Reports:
             reports.unreadable.append(Unreadable(name, str(error)))
     if not reports.readable:
         if reports.unreadable:
-            raise ConfigurationError("\n".join(one.problem for one in reports.unreadable))
+            problems = "\n".join(one.problem for one in reports.unreadable)
+            raise ConfigurationError(f"{folder} holds no report that can be read:\n{problems}")
         raise ConfigurationError(
             f"{folder} holds no report. Pass the folder that VLLM_HCU_HYV4_FP8_KV_DEQUANT_REPORT_DIR named; "
             "a report appears when the first layer is built."

@@ -17,7 +17,7 @@ import torch
 
 from hyv4_kvdequant.ab.at_exit import call_at_exit
 from hyv4_kvdequant.contract import ConfigurationError, GatherCall, GatherDequantBackend, RecordLayout
-from hyv4_kvdequant.files import file_part, make_folder, unique_name
+from hyv4_kvdequant.files import encodable, file_part, make_folder, unique_name
 from hyv4_kvdequant.registry import describe
 from hyv4_kvdequant.settings import Settings, variable_name
 from hyv4_kvdequant.steps import Step, save_step
@@ -127,10 +127,10 @@ class Recorder:
         self.failed_layers.add(layer)
         logger.error(
             "Recording of layer %s stops: no trace of it can be made in %s (%s: %s)",
-            layer,
+            encodable(layer),
             self.folder,
             type(error).__name__,
-            error,
+            encodable(str(error)),
         )
 
     def _count(self, change: int) -> None:
@@ -173,7 +173,7 @@ class Recorder:
     def _notes(self, snapshot: _Snapshot) -> dict[str, str]:
         versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items() if version)
         return {
-            "layer": snapshot.layer,
+            "layer": encodable(snapshot.layer),
             "rank": str(self.rank),
             "run_id": self.run_id,
             "call": str(snapshot.number),

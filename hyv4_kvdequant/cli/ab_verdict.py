@@ -8,13 +8,14 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from hyv4_kvdequant.ab.counters import LayerCounters
 from hyv4_kvdequant.ab.report import Report
 from hyv4_kvdequant.ab.verdict import Outcome, Verdict
 from hyv4_kvdequant.cli.console import NOT_RIGHT, out
 
 INCONCLUSIVE = 3
 EXIT_STATUS: dict[Outcome, int] = {"agree": 0, "differ": NOT_RIGHT, "inconclusive": INCONCLUSIVE}
-_COLUMNS = ("layer", "calls", "rows", "rows differ", "elements", "ULP", "indices", "lost")
+_COLUMNS = ("layer", "calls", "rows", "rows differ", "elements", "ULP", "indices")
 
 
 def as_dict(verdict: Verdict) -> dict[str, Any]:
@@ -57,11 +58,12 @@ def print_verdict(verdict: Verdict) -> None:
 
 def _table(verdict: Verdict) -> Table:
     table = Table(title=Text(literal(_title(verdict))), title_justify="left")
-    for column in _COLUMNS:
+    lost = bool(verdict.total.lost_entries)
+    for column in (*_COLUMNS, "lost") if lost else _COLUMNS:
         table.add_column(column, justify="left" if column == "layer" else "right", overflow="fold")
     for name, counters in verdict.layers.items():
-        table.add_row(Text(literal(name)), *_numbers(counters), end_section=True)
-    table.add_row("all", *_numbers(verdict.total))
+        table.add_row(Text(literal(name)), *_numbers(counters, lost), end_section=True)
+    table.add_row("all", *_numbers(verdict.total, lost))
     return table
 
 
@@ -73,17 +75,16 @@ def _title(verdict: Verdict) -> str:
     return f"Run {verdict.run_id}: {beside}"
 
 
-def _numbers(counters: Any) -> list[str]:
-    numbers = (
+def _numbers(counters: LayerCounters, lost: bool) -> list[str]:
+    numbers = [
         counters.calls,
         counters.rows_compared,
         counters.rows_differ,
         counters.elements_differ,
         counters.largest_ulp,
         counters.index_disagreements,
-        counters.lost_entries,
-    )
-    return [f"{number:,}" for number in numbers]
+    ]
+    return [f"{number:,}" for number in [*numbers, *([counters.lost_entries] if lost else [])]]
 
 
 def _print_first(verdict: Verdict, layer: str) -> None:

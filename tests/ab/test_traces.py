@@ -129,16 +129,17 @@ def test_counts_that_cannot_be_are_told(field: str) -> None:
 def test_one_layers_failure_stops_that_layer_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = make_recorder(h.load_backend("torch")(h.Target.detect("cpu")), settings(tmp_path, trace=4), 0)
     assert recorder is not None
-    # Half a surrogate pair is no text that a step file can hold.
+    blocked = tmp_path / f"trace-{recorder.run_id}-rank0-{recorder._writer}-00001-bad.safetensors"
+    blocked.mkdir()  # no file can take its place
     with caplog.at_level(logging.ERROR):
-        for seed, layer in enumerate(["\ud800", "\ud800", "[/]l0", "x" * 5000, "../up", ""]):
+        for seed, layer in enumerate(["bad", "bad", "[/]l0", "x" * 5000, "../\ud800", ""]):
             recorder.record(make_call(seed), layer)
             time.sleep(0.1)
         recorder.close()
     assert len([r for r in caplog.records if "stops" in r.message]) == 1
-    assert [load_step(path).notes["layer"] for path in recorder.written] == ["[/]l0", "x" * 5000, "../up", ""]
+    assert [load_step(path).notes["layer"] for path in recorder.written] == ["[/]l0", "x" * 5000, "../\\ud800", ""]
     assert {path.parent for path in recorder.written} == {tmp_path}
-    assert sorted(tmp_path.iterdir()) == sorted(recorder.written)
+    assert sorted(tmp_path.iterdir()) == sorted([*recorder.written, blocked])
 
 
 def test_no_memory_for_a_snapshot_stops_that_layer_and_not_serving(
