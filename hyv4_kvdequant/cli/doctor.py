@@ -62,6 +62,7 @@ def diagnose(target: Target, prober: Prober) -> Diagnosis:
     except KVDequantError as error:
         found.problems.append(str(error))
         return found
+    _look_at_vllm(found)
     # With the gate off nothing would be intercepted, so what cannot be had then stops nobody.
     complaints = found.problems if found.settings.enabled else found.notes
     if not found.settings.enabled:
@@ -74,6 +75,23 @@ def diagnose(target: Target, prober: Prober) -> Diagnosis:
         complaints.append(str(error))
     complaints.extend(plugin_problems())
     return found
+
+
+def _look_at_vllm(found: Diagnosis) -> None:
+    """Says which known revision the installed vLLM is; one that is not known would stop a start-up."""
+    from hyv4_kvdequant.contract.errors import HostError
+    from hyv4_kvdequant.hosts.vllm_revisions import recognise_installed
+    from hyv4_kvdequant.versions import installed_version
+
+    version = installed_version("vllm")
+    if version is None:
+        return
+    try:
+        found.notes.append(
+            f"vLLM {version} is installed; its attention class is the revision of {recognise_installed()}."
+        )
+    except HostError as error:
+        (found.problems if found.settings and found.settings.enabled else found.notes).append(str(error))
 
 
 def plugin_problems() -> list[str]:

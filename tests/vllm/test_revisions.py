@@ -135,3 +135,16 @@ def test_vllm_is_told_that_query_lengths_must_be_exact() -> None:
 
     assert not HYV4FlashMLASparseBackend.supports_device_cpu_query_lens_mismatch()
     assert FlashMLASparseBackend.supports_device_cpu_query_lens_mismatch()
+
+
+def test_doctor_names_the_revision_without_importing_vllm() -> None:
+    from vllm import __version__
+
+    code = (
+        "import sys\nsys.argv = ['hyv4-kvdequant', 'doctor', '--device', 'cpu', '--json']\n"
+        "import atexit\natexit.register(lambda: print('vllm' in sys.modules, file=sys.stderr))\n"
+        "from hyv4_kvdequant.cli import main\nmain()"
+    )
+    done = run(code)
+    assert f"vLLM {__version__} is installed; its attention class is the revision of vLLM 0." in done.stdout
+    assert done.stderr.strip().endswith("False")
