@@ -79,11 +79,15 @@ class Metrics:
         series = _series_of(self.registry)
         for layer, now in layers.items():
             before = self._seen.get(layer, LayerCounters())
-            lost = series.lost.labels(self.primary, str(self.rank), layer)
-            lost.inc(max(0, now.lost_entries - before.lost_entries))
+            # What may fail is making a series, so all are there before any is counted up: a retry counts nothing twice.
+            counters = {"lost_entries": series.lost.labels(self.primary, str(self.rank), layer)}
+            largest = None
             if self.shadow is not None:
                 labels = (self.shadow, "shadow", str(self.rank), layer)
-                for name, counter in series.counters.items():
-                    counter.labels(*labels).inc(max(0, getattr(now, name) - getattr(before, name)))
-                series.largest_ulp.labels(*labels).set(now.largest_ulp)
+                counters |= {name: counter.labels(*labels) for name, counter in series.counters.items()}
+                largest = series.largest_ulp.labels(*labels)
+            for name, counter in counters.items():
+                counter.inc(max(0, getattr(now, name) - getattr(before, name)))
+            if largest is not None:
+                largest.set(now.largest_ulp)
             self._seen[layer] = now

@@ -86,6 +86,7 @@ class Monitor:
         self._told_first = False
         self._told_lost: set[str] = set()
         self._unwritten: tuple[object, ...] | None = None
+        self._failures: dict[str, str] = {}
         self._closed = threading.Event()
         self._read_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -147,15 +148,25 @@ class Monitor:
         """
         try:
             self._read(wait=finished)
-        except RuntimeError:
+        except RuntimeError as error:
             # The device is gone. What was read last is still to be told, as the state of a process that did not end.
-            logger.exception("The counters of %s, rank %d, cannot be read", self._device, self.rank)
+            self._tell_failure(f"The counters of {self._device} cannot be read", error)
             finished = False
         report = self._report(finished=finished, number=self._number)
-        self._metrics.update(report.layers)
         self._tell_first(report)
         self._tell_lost(report)
         self._write(report)
+        try:
+            self._metrics.update(report.layers)
+        except Exception as error:  # prometheus-client's files may fail as any file; log and report do not need them
+            self._tell_failure("The metrics cannot be brought up to date", error)
+
+    def _tell_failure(self, what: str, error: Exception) -> None:
+        """Says it when it is new, not every few seconds."""
+        failure = f"{type(error).__name__}: {error}"
+        if self._failures.get(what) != failure:
+            self._failures[what] = failure
+            logger.error("%s, rank %d (%s). It is tried again.", what, self.rank, failure, exc_info=error)
 
     def _read(self, *, wait: bool) -> None:
         if self._read_stream is None:

@@ -145,7 +145,7 @@ class Intercept:
         self.monitor, self.shadow = make_monitor(
             self.backend, settings, self.target, facts.rank, facts.run_id, world_size=facts.world_size
         )
-        self.recorder: Recorder | None = make_recorder(self.backend, settings, facts.rank, facts.run_id)
+        self.recorder: Recorder | None = make_recorder(self.backend, settings, facts.rank, self.monitor.run_id)
         copies = 1 if self.shadow is None else 2
         wave = sparse_wave(facts.device)
         self.plan = plan_workspace(

@@ -369,3 +369,50 @@ def test_write_report_needs_no_lock_to_be_read(tmp_path: Path) -> None:
         writing = pool.submit(lambda: [write_report(tmp_path, report) for _ in range(200)])
         while not writing.done():
             assert not read_reports(tmp_path).unreadable
+
+
+# prometheus-client reads the variable when it is imported, so this takes a process of its own.
+NO_METRICS = """
+import logging, os, shutil, sys, threading
+from pathlib import Path
+import torch
+import hyv4_kvdequant as h
+from hyv4_kvdequant.ab.monitor import Monitor
+logging.basicConfig()
+folder, series = Path(sys.argv[1]), Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
+monitor = Monitor("torch", h.load_settings({"report_dir": str(folder)}), device=torch.device("cpu"), read_every_s=0.02)
+monitor.lost_counter("layer.0").add_(4)
+for _ in range(3):
+    monitor.tell(finished=False)
+assert monitor._thread.is_alive()
+series.mkdir()
+monitor.tell(finished=False)
+monitor.close()
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+registry = CollectorRegistry()
+MultiProcessCollector(registry, str(series))
+labels = {"backend": "torch", "rank": "0", "layer": "layer.0"}
+print([sample.value for metric in registry.collect() for sample in metric.samples if "lost" in sample.name])
+"""
+
+
+def test_metrics_that_cannot_be_written_keep_neither_log_nor_report_from_what_was_lost(tmp_path: Path) -> None:
+    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "later")}
+    command = [sys.executable, "-c", NO_METRICS, str(tmp_path / "reports")]
+    done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[4.0]\n", "once the folder is there the series has all, and nothing twice"
+    assert done.stderr.count("The metrics cannot be brought up to date") == 1
+    assert "Attention lost rows: 4 filled entries of layer layer.0" in done.stderr
+    (report,) = read_reports(tmp_path / "reports").readable
+    assert (report.finished, report.total.lost_entries) == (True, 4)
+
+
+def test_a_run_without_a_name_gets_one_for_its_report_and_its_traces(tmp_path: Path) -> None:
+    given = settings(tmp_path, shadow=None, trace=1)
+    intercept = Intercept(given, HostFacts(torch.device("cpu"), topk=16, block_size=64, max_tokens=8))
+    assert intercept.recorder is not None
+    assert intercept.recorder.run_id == intercept.monitor.run_id
+    intercept.recorder.close()
+    intercept.monitor.close()
