@@ -88,6 +88,8 @@ class Monitor:
         self._unwritten: tuple[object, ...] | None = None
         self._failures: dict[str, str] = {}
         self._closed = threading.Event()
+        # One at a time: two that count up from the same last state would count twice.
+        self._telling = threading.RLock()
         self._read_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._seen = self._seen.pin_memory()
@@ -146,6 +148,10 @@ class Monitor:
 
         A failure is logged and tried again at the next call; nothing of what was counted is lost by it.
         """
+        with self._telling:
+            self._tell_now(finished=finished)
+
+    def _tell_now(self, *, finished: bool) -> None:
         try:
             self._read(wait=finished)
         except RuntimeError as error:
