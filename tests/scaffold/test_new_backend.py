@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hyv4_kvdequant import ConfigurationError
 from hyv4_kvdequant.cli.new_backend import new_backend
-from hyv4_kvdequant.registry import NAME_RULE
+from hyv4_kvdequant.defaults import NAME_RULE
 from hyv4_kvdequant.scaffold import create_backend_project
 
 
