@@ -59,8 +59,8 @@ def create_backend_project(name: str, folder: Path | None = None) -> list[Path]:
         ) from None
     except OSError as error:
         raise ConfigurationError(
-            f"{folder} cannot be made: {error}. Nothing was left behind. "
-            "What to do: name another folder, with --dir, or choose a shorter name."
+            f"{folder} cannot be made: {error}. Nothing was left behind. What to do: name another folder, with --dir, "
+            "or choose a shorter name."
         ) from error
 
 

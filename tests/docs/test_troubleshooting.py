@@ -23,7 +23,8 @@ PUT_TOGETHER = {
         f"{source} has the value 'X', which cannot be read. Expected: X."
         for source in ("The environment variable X", f"{ADDITIONAL_CONFIG_KEY!r} in --additional-config")
     ],
-    "_as_told": ["Backend X (asked for by X) does not load: X"],
+    # The words of an error that was raised in another process, where this test finds it.
+    "_as_told": [],
     "_unknown": [f"{GATE} is on, but X is not a revision this release of hyv4-kvdequant knows: X."],
     "_fail": [
         f"{argument} is X; expected X. X"

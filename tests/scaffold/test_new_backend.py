@@ -75,6 +75,18 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         create_backend_project("mychip", tmp_path / "file" / "new")
 
 
+@pytest.mark.parametrize("folder", [None, "new", "a/b/new"])
+@pytest.mark.parametrize("length", [243, 300])
+def test_a_name_too_long_for_the_file_system_leaves_nothing_behind(
+    length: int, folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ConfigurationError, match=r"File name too long[\s\S]*Nothing was left behind"):
+        create_backend_project("x" * length, None if folder is None else Path(folder))
+    assert [path.name for path in tmp_path.rglob("*")] == ["a"]
+
+
 @pytest.mark.parametrize("name", ["x", "my_chip-2", "a--b_"])
 def test_any_valid_name_makes_valid_python(name: str, tmp_path: Path) -> None:
     project = tmp_path / "new"
