@@ -2,11 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What a demo needs; and on top of it, in the same environment, what tests, checks and the site need.
+DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
 
 .PHONY: demo test check docs api-snapshot test-vllm clean
 
-demo: $(INSTALLED)
+demo: $(DEMO)
 	$(BIN)/hyv4-kvdequant run tests/data/hyv4_step.safetensors --all
 
 test: $(INSTALLED)
@@ -29,8 +31,12 @@ docs: $(INSTALLED)
 api-snapshot: $(INSTALLED)
 	$(BIN)/python tests/api_snapshot.py
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	@touch $@
+
+$(INSTALLED): $(DEMO)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 

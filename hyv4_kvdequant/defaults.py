@@ -1,4 +1,7 @@
-"""Defaults that the command line's help shows; apart, so that showing them imports nothing."""
+"""Defaults and rules that the command line's help shows; apart, so that showing them imports nothing."""
+
+NAME_RULE = "a lower-case letter, then lower-case letters, digits, '-' or '_'"
+"""What a backend's name is."""
 
 BENCH_RUNS = 100
 REPLAY_RUNS = 30

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from hyv4_kvdequant.contract.errors import BackendLoadError
 from hyv4_kvdequant.defaults import IMPORT_TIMEOUT_S, START_UP_TIMEOUT_S
-from hyv4_kvdequant.registry import Registration, find_registration, is_loaded, load_backend, registered_backends
+from hyv4_kvdequant.registry import (
+    Registration,
+    describe,
+    find_registration,
+    is_loaded,
+    load_backend,
+    registered_backends,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -263,7 +270,8 @@ def look(name: str, origin: str, target: Target | None, entering: Any = lambda s
         return {"features": None, "reasons": [], "problem": str(error)}
     except BaseException as error:
         problem = (
-            f"Backend {name} (asked for by {origin}) does not load: it raised {type(error).__name__}: {error}\n"
+            f"Backend {describe(name)} (asked for by {origin}) does not load: "
+            f"it raised {type(error).__name__}: {error}\n"
             "What to do: repair or uninstall its distribution, or ask for another backend."
         )
         return {"features": None, "reasons": [], "problem": problem}

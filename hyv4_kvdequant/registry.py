@@ -26,13 +26,13 @@ from hyv4_kvdequant.contract.errors import (
     ConfigurationError,
     UnknownBackendError,
 )
+from hyv4_kvdequant.defaults import NAME_RULE
 from hyv4_kvdequant.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from hyv4_kvdequant.contract import GatherDequantBackend
 
 ENTRY_POINT_GROUP = "hyv4_kvdequant.backends"
-NAME_RULE = "a lower-case letter, then lower-case letters, digits, '-' or '_'"
 _NAME = re.compile(r"[a-z][a-z0-9_-]*\Z")
 
 

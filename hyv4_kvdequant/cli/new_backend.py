@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hyv4_kvdequant.cli.console import help_end, out
-from hyv4_kvdequant.registry import NAME_RULE
+from hyv4_kvdequant.defaults import NAME_RULE
 
 HELP_END = help_end(
     "new-backend mychip",

@@ -23,7 +23,6 @@ from hyv4_kvdequant.cli.console import (
     out,
     print_json,
 )
-from hyv4_kvdequant.registry import find_registration
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +58,8 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Runs every clause of the contract; exit status 1 when one does not hold."""
+    from hyv4_kvdequant.registry import find_registration
+
     origin = "the argument NAME"
     find_registration(name, origin)
     with looking_at([name], timeout) as prober:

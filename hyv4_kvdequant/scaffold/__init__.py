@@ -30,7 +30,7 @@ def create_backend_project(name: str, folder: Path | None = None) -> list[Path]:
     """Writes a distribution that registers the backend `name`; it passes its contract tests as it is.
 
     Args:
-        name: the backend's name, by `registry.NAME_RULE`.
+        name: the backend's name, by `defaults.NAME_RULE`.
         folder: the project's folder, which must not exist. Default: the distribution's name, in the current folder.
 
     Returns:
@@ -51,8 +51,7 @@ def create_backend_project(name: str, folder: Path | None = None) -> list[Path]:
     words = _words(name)
     folder = folder or Path(words["distribution"])
     try:
-        with _all_or_nothing(folder):
-            folder.mkdir(parents=True)
+        with _new_folder(folder):
             return [_write(folder, path, template, words) for path, template in _FILES.items()]
     except FileExistsError:
         raise ConfigurationError(
@@ -66,24 +65,22 @@ def create_backend_project(name: str, folder: Path | None = None) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _all_or_nothing(folder: Path) -> Iterator[None]:
-    """Takes away the folder, and the parents made for it, when what is done inside does not end well."""
-    existed = _exists(folder)
-    made = [parent for parent in folder.parents if not _exists(parent)]
+def _new_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder, and takes it away again, with the parents made for it, when what is done inside fails."""
+    # Not Path.exists: it follows a dangling link, and raises for a name that the file system does not take.
+    missing = [parent for parent in folder.parents if not os.path.lexists(parent)]
+    made = False
     try:
+        folder.mkdir(parents=True)
+        made = True
         yield
     except BaseException:
-        if not existed:
+        if made:
             shutil.rmtree(folder, ignore_errors=True)
-        for parent in made:
+        for parent in missing:
             with contextlib.suppress(OSError):
                 parent.rmdir()  # unless somebody has put something there
         raise
-
-
-def _exists(path: Path) -> bool:
-    # Not Path.exists: it follows a dangling link, and raises for a name that the file system does not take.
-    return os.path.lexists(path)
 
 
 def _words(name: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hyv4_kvdequant import ConfigurationError
 from hyv4_kvdequant.cli.new_backend import new_backend
-from hyv4_kvdequant.registry import NAME_RULE
+from hyv4_kvdequant.defaults import NAME_RULE
 from hyv4_kvdequant.scaffold import create_backend_project
 
 
@@ -73,6 +73,18 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="cannot be made"):
         create_backend_project("mychip", tmp_path / "file" / "new")
+
+
+@pytest.mark.parametrize("folder", [None, "new", "a/b/new"])
+@pytest.mark.parametrize("length", [243, 300])
+def test_a_name_too_long_for_the_file_system_leaves_nothing_behind(
+    length: int, folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ConfigurationError, match=r"File name too long[\s\S]*Nothing was left behind"):
+        create_backend_project("x" * length, None if folder is None else Path(folder))
+    assert [path.name for path in tmp_path.rglob("*")] == ["a"]
 
 
 @pytest.mark.parametrize("name", ["x", "my_chip-2", "a--b_"])

@@ -1,0 +1,3 @@
+"""Raises what a user's Ctrl-C raises."""
+
+raise KeyboardInterrupt
