@@ -115,6 +115,8 @@ def test_the_run_begun_last_is_shown_whatever_the_clock_says_and_the_others_are_
     assert ab("report", str(tmp_path), "--run", "before").status == 0
 
 
+# Ages below are counted from here; a test shifts them to when it runs.
+_READ_AT = time.time()
 INCONCLUSIVE: dict[str, tuple[list[Report], str]] = {
     "stale": ([make(finished=False, updated=time.time() - 30 * 86400)], "30 days old"),
     "running": ([make(finished=False)], "still running: agree so far"),
@@ -140,7 +142,8 @@ INCONCLUSIVE: dict[str, tuple[list[Report], str]] = {
 @pytest.mark.parametrize("case", INCONCLUSIVE)
 def test_what_proves_nothing_is_status_3_with_its_reason(ab: Command, case: str, tmp_path: Path) -> None:
     reports, reason = INCONCLUSIVE[case]
-    write(tmp_path, *reports)
+    since = time.time() - _READ_AT
+    write(tmp_path, *(replace(report, updated=report.updated + since) for report in reports))
     done = ab("report", str(tmp_path))
     assert done.status == 3, done.stdout
     assert reason in done.stdout.replace("\n", " ")

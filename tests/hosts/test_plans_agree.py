@@ -85,7 +85,10 @@ def assert_all_agree(call: AttentionCall, intercept: Intercept) -> None:
     ways = every_way(call)
     expected_out, expected_lse = run(intercept, call, ways.pop("slot"))
     for name, segments in ways.items():
-        out, lse = run(intercept, call, [s for s in segments if s.stop > s.start])
+        before = intercept.plans_taken["context"]
+        # A step of its own: within one, the first way's segments would be kept.
+        out, lse = run(intercept, replace(call, step=_Step()), [s for s in segments if s.stop > s.start])
+        assert intercept.plans_taken["context"] > before, name
         assert torch.equal(out, expected_out), name
         assert torch.equal(lse, expected_lse), name
 
